@@ -249,7 +249,7 @@ def _variants(buffers: Buffers, seconds: Mapping[str, float], repetitions: int) 
         with patch.object(buffer, option, value):
             buffers.window()  # compiles
             other = buffers.timed(repetitions)
-        for name in ("compensate", "write") if option == "BLOCK" else ("decode", "commit"):
+        for name in ("compensate", "collect") if option == "BLOCK" else ("decode", "commit"):
             yield note(f"{name}: {option} = {value} over {own}", other[name] / seconds[name], "times as long")
 
 
@@ -270,7 +270,7 @@ def windows(setting: Setting) -> Iterator[Figure]:
             job.window()
         number = len(_events(job).buffers)
         about = ", ".join(f"{count} {name}" for name, count in started.names.items())
-        yield Figure(f"launches, {by}", started.number, most=15 * number + 2, kind="counted", note=about)
+        yield Figure(f"launches, {by}", started.number, most=13 * number + 2, kind="counted", note=about)
         del job
 
 

@@ -77,10 +77,10 @@ def tables(
     pool: int,
     kind: int,
     selected: bool = True,
-    sizes: tuple[int, ...] = (60_000, 10_000, 1000),
+    sizes: tuple[int, ...] = (70_000, 10_000, 1000),
     values: int = FOUR_BITS,
 ) -> Tables:
-    """A buffer of three tensors, the last of them dense, or all."""
+    """A buffer of three tensors, the last of them dense, or all; the first has several histograms."""
     number = np.arange(4)
     runs = Runs(number * 1000, number * 3, number[:3] * 60, np.full(3, 10)) if selected else None
     capacity = 7000 + pool if selected else 0
@@ -133,7 +133,7 @@ def compile_chosen(own: Tables) -> None:
 def compile_buffers_of_several_kinds() -> None:
     """Compiles what ends a window whose buffers have values of several kinds."""
     device, window = torch.device("cpu"), buffer.WindowKernels(torch.device("cpu"))
-    sent, received, memory = (torch.zeros(size, dtype=torch.uint8) for size in (12_800, 25_600, 4 * 71_000))
+    sent, received, memory = (torch.zeros(size, dtype=torch.uint8) for size in (12_800, 25_600, 4 * 81_000))
     window.commit(
         [
             buffer.BufferKernels(

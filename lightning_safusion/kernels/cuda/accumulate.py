@@ -14,6 +14,7 @@ from lightning_safusion.kernels.cuda.elements import (
     LANES,
     MOMENTS,
     QUOTAS,
+    ROWS,
     load_float,
     magnitudes,
     quotient,
@@ -32,6 +33,21 @@ def keys_of(
         # zeros behind the end stay zeros without an epsilon too: their digits are known
         roots = root(load_float(moments, offsets, inside, MOMENT, 1)) + epsilon
     return quotient(x, roots)
+
+
+@triton.jit
+def own_histogram(
+    histogram: tl.tensor,
+    tensors: tl.tensor,
+    tensor: tl.tensor,
+    program: tl.tensor,
+    number: tl.tensor,
+    bits: tl.tensor,
+) -> tl.tensor:
+    """That of a tensor's histograms in which a program counts first digits."""
+    row = tl.load(tensors + ROWS * (number + 1) + tensor)
+    copies = tl.load(tensors + ROWS * (number + 1) + tensor + 1) - row
+    return histogram + ((row + program % copies) << bits)
 
 
 @triton.jit(do_not_specialize=["number", "count"], do_not_specialize_on_alignment=["memory", "keys", "message"])
@@ -58,9 +74,9 @@ def compensate(
     """Residual times decay plus gradient, product and sum rounded apart; elements that are not finite add nothing.
 
     Writes the flag of a tensor that has such elements, into its dense lane a ``share`` of its elements, the keys (int32
-    [N], only with ``MOMENT`` of 0 or more, the kind of the moments), and counts the first digit of the keys (int32
-    [T, 2^BITS]). ``scales`` (float32 [2]) are the factor of the loss that gradients carry, and its reciprocal; ``GRAD``
-    is their kind. One program for each chunk (int32 [3, count]: tensor, first, end).
+    [N], only with ``MOMENT`` of 0 or more, the kind of the moments), and counts the first digits of the keys (int32
+    [rows, 2^BITS]) but for 0: all keys are that or more. ``GRAD`` is the kind of the gradients. One program for each
+    chunk (int32 [3, count]: tensor, first, end).
     """
     chunk = tl.program_id(0)
     tensor = tl.load(chunks + chunk)
@@ -70,9 +86,8 @@ def compensate(
     moments = tl.load(addresses + MOMENTS * number + tensor)
     lane = tl.load(addresses + LANES * number + tensor)
     epsilon, unscale = tl.load(epsilons + tensor), tl.load(scales + 1)
-    BINS: tl.constexpr = 1 << BITS
-    bins = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
+    uncounted = tl.where(tl.load(tensors + QUOTAS * (number + 1) + tensor) > 0, 0, 1 << BITS)
+    histogram = own_histogram(histogram, tensors, tensor, chunk, number, BITS)
     bad = tl.zeros([BLOCK], tl.int32)
     for at in range(start, stop, BLOCK):
         offsets = at + tl.arange(0, BLOCK)
@@ -91,11 +106,8 @@ def compensate(
             compared = keys_of(x, moments, epsilon, offsets - first, inside, MOMENT)
             tl.store(keys + offsets, magnitudes(compared), mask=inside)
         if BITS > 0:
-            counts += tl.histogram(magnitudes(compared) >> (31 - BITS), BINS)
-    if BITS > 0:
-        # zeros behind the last block's elements are in bin 0
-        counts -= tl.where(bins == 0, tl.cdiv(stop - start, BLOCK) * BLOCK - (stop - start), 0)
-        if tl.load(tensors + QUOTAS * (number + 1) + tensor) > 0:
-            tl.atomic_add(histogram + tensor * BINS + bins, counts, mask=counts > 0, sem="relaxed")
+            # in memory: before Triton 3.8 its histograms count by votes, for several times the instructions
+            digits = magnitudes(compared) >> (31 - BITS)
+            tl.atomic_add(histogram + digits, 1, mask=digits > uncounted, sem="relaxed")
     flags += tl.load(tensors + FLAGS * (number + 1) + tensor)
     tl.atomic_or(flags, BAD, mask=tl.max(bad, 0) > 0, sem="relaxed")

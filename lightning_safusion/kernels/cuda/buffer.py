@@ -14,7 +14,7 @@ from lightning_safusion.kernels.cuda import commit, decode, digits, encode
 from lightning_safusion.kernels.cuda.elements import FRESH, ROOM, SUMS
 from lightning_safusion.kernels.cuda.graphs import Recorded, recorded
 from lightning_safusion.kernels.cuda.launch import address_of, launch
-from lightning_safusion.kernels.cuda.tables import ANY_VALUES, FOUR_BITS, KINDS, WIDTH, Message, Runs, Tables
+from lightning_safusion.kernels.cuda.tables import ANY_VALUES, FOUR_BITS, KINDS, Message, Runs, Tables
 from lightning_safusion.kernels.cuda.workspace import Constants, Weighing, Workspace
 from lightning_safusion.sparsify.selection.view import device_constant
 
@@ -22,6 +22,7 @@ __all__ = ["BufferKernels", "Packer", "Weighing", "WindowKernels", "Workspace", 
 
 #: Elements that a program of the kernels holds at a time, and entries, in groups of 32, and bits of a message.
 BLOCK, GROUPS, BITS = 1024, 16, 256
+_ITEMS = 512  # of its candidates
 _HEADERS = 16  # bytes before the headers in what the host reads
 
 
@@ -49,18 +50,24 @@ class Packer:
 
         ``known``: Nothing will be searched for.
         """
-        tables, levels, number = self.tables, () if known else self.tables.digits, self.tables.number
+        tables, number = self.tables, self.tables.number
+        levels = () if known or not tables.room else tables.digits
         message, count = tables.message, tables.chunks.shape[1]
-        histogram_sizes = [number << bits for bits in levels] if tables.room else []
+        histogram_sizes = [(number if level else int(tables.rows[-1])) << bits for level, bits in enumerate(levels)]
+        self._listing = int(tables.lists[-1]) if levels else 0
         pool_sizes = [1 << bits for bits in levels] if tables.pool else []
-        zeros = [tables.heads, message.parts, *histogram_sizes, *pool_sizes]
-        rest = [4 * number] * len(levels) + [2 * count, 2 * message.capacity, *more]
+        zeros = [tables.heads, message.parts, *pool_sizes, *histogram_sizes]
+        # entries are written when histograms have been read for the last time: they begin where these do
+        beyond = max(0, 2 * message.capacity - sum(histogram_sizes))
+        rest = [beyond, *[4 * number] * len(levels), 3 * count, 2 * self._listing, *more]
         taken = iter(self.workspace.take([*zeros, *rest], len(zeros)))
         self.flags, self.largest = next(taken), next(taken)
-        self._histograms = [next(taken) for _ in histogram_sizes]
         self._pools = [next(taken) for _ in pool_sizes]
+        self._histograms = [next(taken) for _ in histogram_sizes]
+        behind = next(taken)
+        self.entries = [*self._histograms, behind][0].as_strided((2 * message.capacity,), (1,))
         self._states = [next(taken) for _ in levels]
-        self._counts, self.entries, *others = taken
+        self._counts, self._lists, *others = taken
         self.histogram = self._histograms[0] if self._histograms else self.flags
         return others
 
@@ -69,33 +76,46 @@ class Packer:
         if not self.tables.room:
             return
         tables, constants, number, count = self.tables, self.constants, self.tables.number, self.tables.chunks.shape[1]
-        span, room = (keys, constants.chunks, constants.tensors), self.room
-        shift, before, levels = 31 - tables.digits[0], self._states[0], tables.digits
+        span, levels, pooled = (keys, constants.chunks, constants.tensors), tables.digits, bool(self._pools)
+        lists, sizes = (self._lists, self._counts), (self.room, number, count, self._listing)
+        shift, last = 31 - levels[0], len(levels) - 1
         for level, bits in enumerate(levels):
-            first, pooled, found = level == 0, bool(self._pools), self._states[level]
-            histogram, pool = self._histograms[level], self._pools[level] if pooled else self._histograms[level]
-            if pooled:
-                launch(digits.share, number, histogram, constants.tensors, before, pool, number, BITS=bits, FIRST=first)
-            if level == len(levels) - 1:
+            before, found = self._states[max(level - 1, 0)], self._states[level]
+            histogram, pool = self._histograms[level], (self._pools or self._histograms)[level]
+            if pooled or (level == 0 and tables.rows[-1] > number):
+                self.share(level)
+            if level == last:
                 launch(
-                    digits.count_chunks, count, *span, histogram, pool, before, found, self._counts, room, number,
-                    count, BITS=bits, POOLED=pooled, BLOCK=WIDTH,
+                    digits.count_chunks, count, *span, histogram, pool, before, found, *lists, *sizes, BITS=bits,
+                    POOLED=pooled, BLOCK=_ITEMS,
                 )  # fmt: skip
                 break
             following = levels[level + 1]
             shift -= following
-            launch(
-                digits.narrow, count, *span, constants.shape, self.words, histogram, pool, before, found,
-                self._histograms[level + 1], len(tables.described), room, number, count, BITS_BEFORE=bits,
-                BITS=following, SHIFT=shift, FIRST=first, POOLED=pooled, BLOCK=WIDTH,
-            )  # fmt: skip
-            before = found
-        arrays = constants.chunks, constants.tensors, constants.shape, self._states[-1], self._counts, self.words
+            if level == 0:
+                launch(
+                    digits.collect, count, *span, constants.shape, self.words, histogram, pool, found,
+                    self._histograms[1], *lists, len(tables.described), *sizes, BITS_BEFORE=bits, BITS=following,
+                    POOLED=pooled, BLOCK=BLOCK, ITEMS=_ITEMS,
+                )  # fmt: skip
+            else:
+                launch(
+                    digits.narrow, count, *span, histogram, pool, before, found, self._histograms[level + 1], *lists,
+                    *sizes, BITS_BEFORE=bits, BITS=following, SHIFT=shift, POOLED=pooled, BLOCK=_ITEMS,
+                )  # fmt: skip
+        described = constants.chunks, constants.tensors, constants.shape, self._states[-1]
         launch(
-            encode.write, count, keys, values.view(torch.int32), *arrays, self.entries, self.largest,
-            tables.message.capacity, room, number, count, POOLED=bool(self._pools), BLOCK=BLOCK,
+            encode.write, count, keys, values.view(torch.int32), *described, *lists, self.words, self.entries,
+            self.largest, tables.message.capacity, *sizes, POOLED=pooled, BLOCK=_ITEMS,
             SCALED=tables.message.values == FOUR_BITS,
         )  # fmt: skip
+
+    def share(self, level: int) -> None:
+        """Adds up histograms of a digit: those of a tensor, and what tensors take of their pool."""
+        histogram, pool = self._histograms[level], (self._pools or self._histograms)[level]
+        arrays = histogram, self.constants.tensors, self._states[max(level - 1, 0)], pool
+        number, bits = self.tables.number, self.tables.digits[level]
+        launch(digits.share, number, *arrays, number, BITS=bits, FIRST=level == 0, POOLED=bool(self._pools))
 
     def pack(self, notices: int, recorded: Recorded | None = None) -> None:
         """Writes the messages; ``notices``: bits for all ranks."""
@@ -408,6 +428,7 @@ def probe(device: torch.device) -> None:
     for weighing in (None, Weighing([gradient], [1e-8], keys)):
         kernels.locate([gradient], weighing)
         kernels.select(1.0, weighing)
+    kernels.packer.share(0)  # which a tensor of so few chunks does not need
     kernels.pack(0)
     kernels.decode(1.0, windows.status)
     windows.commit([kernels])

@@ -174,7 +174,7 @@ def decode(
         headers: uint8 [ranks, header_stride], those of others.
         memory: float32 [N], the residual.
         tiles: int32 [8, count]; a program each.
-        tensors: int32 [13, number + 1].
+        tensors: int32 [15, number + 1].
         addresses: int64 [4, number].
         shape: int32 [n, 16], of messages.
         scales: float32 [2]; see :func:`~lightning_safusion.kernels.cuda.accumulate.compensate`.

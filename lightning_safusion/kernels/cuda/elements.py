@@ -21,14 +21,15 @@ INFINITE = tl.constexpr(0x7F800000)
 FRESH, BAD = tl.constexpr(1), tl.constexpr(2)
 FAILED = tl.constexpr(1)
 
-#: Rows of the table of tensors, or parts of them, int32 [13, T + 1]: its first element; how many of them are sent; how
+#: Rows of the table of tensors, or parts of them, int32 [15, T + 1]: its first element; how many of them are sent; how
 #: many chunks, buckets, regions and parts there are before it; the elements of a part, as a power of two; how many
 #: entries there are before it where every tensor fills its quota; the kind of its gradient, as in :func:`load_float`;
-#: where its message is described; its place in the header; its first element in another memory; whether it has regions.
+#: where its message is described; its place in the header; its first element in another memory; histograms of the
+#: first digit, and slots for candidates, before it; whether it has regions.
 EDGES, QUOTAS, SPANS, BUCKETS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 REGIONS, PARTS, PART_BITS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 SLOTS, KINDS, SHAPES, FLAGS = tl.constexpr(7), tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
-ELSEWHERE, RANKED = tl.constexpr(11), tl.constexpr(12)
+ELSEWHERE, ROWS, LISTS, RANKED = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13), tl.constexpr(14)
 
 #: Rows of the table of addresses, int64 [4, T]: of the gradient; of the optimizer's second moment, or 0; of the
 #: tensor's dense lane, in bytes from the beginning of a message, or -1; and of what means are added up in.

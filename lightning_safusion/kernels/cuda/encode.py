@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightning_safusion.kernels.cuda.digits import candidates
 from lightning_safusion.kernels.cuda.elements import (
     BUCKETS,
     CAPACITY,
@@ -49,7 +50,6 @@ from lightning_safusion.kernels.cuda.elements import (
 )
 
 _REGION = tl.constexpr(9)  # buckets of a region, as a power of two
-_SHORTEST = tl.constexpr(512)  # elements of a region whose buckets have one
 _WIDE = tl.constexpr(512)  # tensors or chunks that are looked at together
 _MOST_BFLOAT16 = tl.constexpr(0x7F7F0000)  # bits of the largest bfloat16 as a float32
 
@@ -131,42 +131,30 @@ def _begin(
 
 
 @triton.jit
-def _store_entries(
-    entries: tl.tensor,
-    most: tl.tensor,
-    largest: tl.tensor,
-    values: tl.tensor,
-    place: tl.tensor,
+def _write_ranks(
+    message: tl.tensor,
+    shape: tl.tensor,
+    region: tl.tensor,
+    begun: tl.tensor,
+    end: tl.tensor,
+    bits: tl.tensor,
+    slot: tl.tensor,
     kept: tl.tensor,
     local: tl.tensor,
-    first: tl.tensor,
-    part: tl.tensor,
-    part_bits: tl.tensor,
-    low_bits: tl.tensor,
-    BLOCK: tl.constexpr,
-    SCALED: tl.constexpr,
 ) -> None:
-    """What :func:`pack` needs of the entries of a block, and, if parts have scales, their largest magnitudes.
+    """Entries before each of some regions of a tensor, from ``begun`` to ``end``: ``slot``, and those kept before it.
 
-    Args:
-        entries, most, largest: As for :func:`write`. ``part`` is the tensor's first one.
-        values: Where those of the elements are.
-        place: int32, of an element among the entries.
-        kept: Which elements are sent.
-        local: Elements of the tensor before each, and ``first`` before the block.
-        part_bits, low_bits: Of the tensor and the message.
+    ``region`` is the tensor's first; a region has ``1 << bits`` elements.
     """
-    raw = tl.load(values, mask=kept, other=0)
-    own = ((part + (local >> part_bits)) << low_bits) | (local & ((1 << low_bits) - 1))
-    tl.store(entries + place, own, mask=kept)
-    tl.store(entries + most + place, raw, mask=kept)
-    if SCALED:
-        few = tl.max(tl.reshape(tl.where(kept, raw & MAGNITUDE, 0), [BLOCK // 128, 128]), 1)
-        parts = (first + 128 * tl.arange(0, BLOCK // 128)) >> part_bits
-        tl.atomic_max(largest + part + parts, few, mask=few > 0, sem="relaxed")
+    for own in range(begun, end):
+        earlier = slot + tl.sum((kept & (local < (own << bits))).to(tl.int32), 0)
+        store_rank(message, shape, region + own, earlier, end > begun)
 
 
-@triton.jit(do_not_specialize=["most", "room", "number", "count"], do_not_specialize_on_alignment=["keys", "values"])
+@triton.jit(
+    do_not_specialize=["most", "room", "number", "count", "listing"],
+    do_not_specialize_on_alignment=["keys", "values"],
+)
 def write(
     keys: tl.tensor,
     values: tl.tensor,
@@ -174,6 +162,7 @@ def write(
     tensors: tl.tensor,
     shape: tl.tensor,
     found: tl.tensor,
+    lists: tl.tensor,
     counts: tl.tensor,
     message: tl.tensor,
     entries: tl.tensor,
@@ -182,6 +171,7 @@ def write(
     room: tl.tensor,
     number: tl.tensor,
     count: tl.tensor,
+    listing: tl.tensor,
     POOLED: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
@@ -189,7 +179,8 @@ def write(
     """Sets the high bits of all entries, writes the ranks, and leaves the rest of the entries to :func:`pack`.
 
     ``entries`` is int32 [2, most]: the part and the low bits in one number, and the value; ``largest`` int32 [P] gets
-    the largest magnitude of each part; both have those of all messages. A program for each chunk.
+    the largest magnitude of each part; both have those of all messages. ``lists`` (int32 [2, listing]) and ``counts``:
+    see :func:`~lightning_safusion.kernels.cuda.digits.collect`. A program for each chunk.
     """
     chunk = tl.program_id(0)
     tensor = tl.load(chunks + chunk)
@@ -203,37 +194,41 @@ def write(
     high = message + tl.load(shape + HIGH)
     bucket, part = tl.load(row + BUCKETS * (number + 1)), tl.load(row + PARTS * (number + 1))
     region, part_bits = tl.load(row + REGIONS * (number + 1)), tl.load(row + PART_BITS * (number + 1))
-    inside_region = (1 << (low_bits + _REGION)) - 1
+    source, items, listed, places = candidates(
+        keys, chunks, tensors, lists, counts, tensor, chunk, number, count, listing
+    )
     # of a tensor from which nothing is selected only the ranks are written
-    end = tl.where(tl.load(row + QUOTAS * (number + 1)) > 0, stop, start)
-    ranked = tl.where(tl.load(row + RANKED * (number + 1)) != 0, stop, start)
-    for at in range(start, stop, BLOCK):
-        offsets = at + tl.arange(0, BLOCK)
-        inside = offsets < end
-        key = tl.load(keys + offsets, mask=inside, other=0) & MAGNITUDE
+    items = tl.where(tl.load(row + QUOTAS * (number + 1)) > 0, items, 0)
+    bits = low_bits + _REGION
+    begun, regions = (start - origin + (1 << bits) - 1) >> bits, (stop - origin + (1 << bits) - 1) >> bits
+    regions = tl.where(tl.load(row + RANKED * (number + 1)) != 0, regions, begun)
+    lanes, in_list = tl.arange(0, BLOCK), tl.where(listed, items, 0)
+    for at in range(0, items, BLOCK):
+        item = at + lanes
+        inside = item < items
+        key = tl.load(source + item, mask=inside, other=0) & MAGNITUDE
+        place = tl.where(listed, tl.load(places + item, mask=item < in_list, other=0), start + item)
+        local = place - origin
         tied, larger = inside & (key == limit), inside & (key > limit)
         both = tl.cumsum((tied.to(tl.int32) << 16) | larger.to(tl.int32), 0)
         order, before = equal + (both >> 16), tl.minimum(equal, mine)
         kept = larger | (tied & (order <= mine))
-        local = offsets - origin
-        # entries up to this element
-        upto = slot + (both & 0xFFFF) + tl.minimum(order, mine) - before
-        if ((at - origin) & inside_region) == 0:  # else none begins in this block
-            begun = region + ((at - origin) >> (low_bits + _REGION))
-            store_rank(message, shape, begun, slot, at < ranked)
-            for ahead in tl.static_range(_SHORTEST, BLOCK, _SHORTEST):
-                earlier = slot + tl.sum((kept & (offsets < at + ahead)).to(tl.int32), 0)
-                begins = (at + ahead < ranked) & ((ahead & inside_region) == 0)
-                store_rank(message, shape, begun + (ahead >> (low_bits + _REGION)), earlier, begins)
-        unary = upto - 1 + bucket + (local >> low_bits)
+        entry = slot + (both & 0xFFFF) + tl.minimum(order, mine) - before - 1
+        upto = tl.minimum((tl.max(tl.where(inside, local, 0), 0) >> bits) + 1, regions)
+        _write_ranks(message, shape, region, begun, upto, bits, slot, kept, local)
+        begun = tl.maximum(begun, upto)
+        unary = entry + bucket + (local >> low_bits)
         tl.atomic_or(high + (unary >> 5), 1 << (unary & 31), mask=kept, sem="relaxed")
-        _store_entries(
-            entries, most, largest, values + offsets, upto - 1, kept, local, at - origin, part, part_bits, low_bits,
-            BLOCK, SCALED,
-        )  # fmt: skip
+        raw = tl.load(values + place, mask=kept, other=0)
+        own = part + (local >> part_bits)
+        tl.store(entries + entry, (own << low_bits) | (local & ((1 << low_bits) - 1)), mask=kept)
+        tl.store(entries + most + entry, raw, mask=kept)
+        if SCALED:
+            tl.atomic_max(largest + own, raw & MAGNITUDE, mask=kept, sem="relaxed")
         last = tl.max(both, 0)
         equal += last >> 16
         slot += (last & 0xFFFF) + tl.minimum(equal, mine) - before
+    _write_ranks(message, shape, region, begun, regions, bits, slot, lanes < 0, lanes)
 
 
 @triton.jit

@@ -16,8 +16,12 @@ from triton.runtime.jit import JITFunction
 
 # Warps of a program, so many that no register is spilled; of other kernels 8.
 _WARPS = dict.fromkeys(
-    ("compensate", "share", "narrow", "write", "pack", "decode", "reduce", "commit", "place", "add_up"), 4
-)
+    (
+        "compensate", "share", "collect", "narrow", "count_chunks", "write", "pack", "decode", "reduce", "commit",
+        "place", "add_up",
+    ),
+    4,
+)  # fmt: skip
 #: Version of Triton.
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Registers of a thread that a kernel may have. Without a limit some versions of NVIDIA's compiler spill one, so that a

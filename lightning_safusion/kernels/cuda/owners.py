@@ -111,7 +111,7 @@ class OwnerKernels(BufferKernels):
             buffer.launch(
                 reducing.reduce, count, self.mail.arriving.view(torch.int32), self.memory, self._sums,
                 held.view(torch.float32), keys, tiles, constants.tensors, *arrays, words, others, packer.tables.number,
-                count, MOMENT=moment, DIGIT=packer.tables.digits[0], BITS=BITS,
+                count, packer.tables.digits[0], MOMENT=moment, BITS=BITS,
                 VALUES=packer.tables.message.values,
             )  # fmt: skip
         packer.find(keys if self._weighed() else held, held)

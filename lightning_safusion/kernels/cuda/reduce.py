@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_safusion.kernels.cuda.accumulate import keys_of
+from lightning_safusion.kernels.cuda.accumulate import keys_of, own_histogram
 from lightning_safusion.kernels.cuda.elements import EDGES, ELSEWHERE, MOMENTS, magnitudes
 from lightning_safusion.kernels.cuda.entries import TILE_OFFSET, TILE_SIZE, add_messages
 
@@ -13,7 +13,9 @@ from lightning_safusion.kernels.cuda.entries import TILE_OFFSET, TILE_SIZE, add_
 _PIECE = tl.constexpr(512)
 
 
-@triton.jit(do_not_specialize=["stride", "others", "number", "count"], do_not_specialize_on_alignment=["memory"])
+@triton.jit(
+    do_not_specialize=["stride", "others", "number", "count", "digit"], do_not_specialize_on_alignment=["memory"]
+)
 def reduce(
     arriving: tl.tensor,
     memory: tl.tensor,
@@ -30,8 +32,8 @@ def reduce(
     others: tl.tensor,
     number: tl.tensor,
     count: tl.tensor,
+    digit: tl.tensor,
     MOMENT: tl.constexpr,
-    DIGIT: tl.constexpr,
     BITS: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> None:
@@ -50,7 +52,7 @@ def reduce(
         addresses: int64 [4, number], of the moments of these pieces.
         epsilons: float32 [number].
         shape: int32 [1, 16], of the messages.
-        histogram: int32 [number, 2^DIGIT], of the first digit of the keys.
+        histogram: int32 [rows, 2^digit], of the first digits of the keys but for 0.
         BITS: Of messages that are read together.
         VALUES: Their kind.
     """
@@ -65,9 +67,7 @@ def reduce(
     damaged = add_messages(
         arriving, stride, others, 1.0, sums, shape, tensors, tiles, tile, number, count, BITS, VALUES
     )
-    BINS: tl.constexpr = 1 << DIGIT
-    bins = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
+    histogram = own_histogram(histogram, tensors, piece, tile, number, digit)
     for at in range(0, size, _PIECE):
         lanes = at + tl.arange(0, _PIECE)
         inside = lanes < size
@@ -78,7 +78,5 @@ def reduce(
         if MOMENT >= 0:
             compared = keys_of(x, moments, epsilon, offset + lanes, inside, MOMENT)
             tl.store(keys + lanes, magnitudes(compared), mask=inside)
-        digits = tl.where(inside, magnitudes(compared) >> (31 - DIGIT), 0)
-        outside = _PIECE - tl.minimum(size - at, _PIECE)  # counted in bin 0
-        counts += tl.histogram(digits, BINS) - tl.where(bins == 0, outside, 0)
-    tl.atomic_add(histogram + piece * BINS + bins, counts, mask=counts > 0, sem="relaxed")
+        digits = magnitudes(compared) >> (31 - digit)
+        tl.atomic_add(histogram + digits, 1, mask=inside & (digits > 0), sem="relaxed")

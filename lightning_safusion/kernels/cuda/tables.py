@@ -19,12 +19,18 @@ FOUR_BITS, ANY_VALUES = 3, 4
 #: buffer has, about: a few waves of a large device.
 WIDTH, CHUNKS = 2048, 2048
 #: Elements of a tile.
-TILE = 4096
+TILE = 8192
+#: Chunks that count first digits in one histogram: more would wait for each other.
+SHARING = 32
+# Slots for candidates (elements whose first digit is the limit's or more) that a chunk has for each of its part of a
+# quota, and for each of its elements: where they are too few, a chunk's elements are all read again.
+_LISTED, _MORE = 1.2, 0.015
 # Buckets of a region, as a power of two.
 _REGION = 9
 # Bits of the digits of a key. Short tensors have no room for wide histograms: an element less than so many bytes.
-_WIDE_DIGITS, _SHORT_DIGITS = (8, 11, 12), (8, 8, 8, 7)
+_WIDE_DIGITS, _SHORT_DIGITS = (11, 10, 10), (8, 8, 8, 7)
 _FEW_ELEMENTS = 6400
+_EXPONENT = 8
 
 
 class Runs(NamedTuple):
@@ -158,8 +164,17 @@ class Tables:
     @cached_property
     def chunks(self) -> np.ndarray:
         """int32 [3, C]: tensor, first element, the one behind the last; none has elements of two tensors."""
-        width = -(-self.numel // (CHUNKS * WIDTH)) * WIDTH or WIDTH
-        return _cut(self.edges[:-1], self.sizes, width)
+        return _cut(self.edges[:-1], self.sizes, self.width)
+
+    @property
+    def width(self) -> int:
+        """Elements of a chunk, but of the last one of a tensor."""
+        return -(-self.numel // (CHUNKS * WIDTH)) * WIDTH or WIDTH
+
+    @cached_property
+    def spans(self) -> np.ndarray:
+        """int64 [T + 1], chunks before each tensor."""
+        return np.searchsorted(self.chunks[0], np.arange(self.number + 1))
 
     def chunks_of(self, tensors: Sequence[int]) -> np.ndarray:
         """int32 [3, c], the chunks of some tensors."""
@@ -174,6 +189,22 @@ class Tables:
     def inside(self) -> np.ndarray:
         """int64 [T], elements of its tensor before each row."""
         return np.zeros(self.number, np.int64) if self.cut is None else self.cut.inside
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """int64 [T + 1], histograms of the first digit before each tensor."""
+        return np.concatenate([[0], np.maximum(1, -(-np.diff(self.spans) // SHARING)).cumsum()])
+
+    @cached_property
+    def lists(self) -> np.ndarray:
+        """int64 [T + 1], slots for candidates before each tensor, of which each of its chunks has as many."""
+        if not listed(self.digits):
+            return np.zeros(self.number + 1, np.int64)
+        chunks, sizes = np.diff(self.spans), np.maximum(self.sizes, 1)
+        shared = self.pool * sizes / max(1, sizes[self.limited > 0].sum())
+        width = np.minimum(sizes, self.width)
+        own = np.minimum(width, np.ceil(width * (_LISTED * (self.limited + shared) / sizes + _MORE)))
+        return np.concatenate([[0], (np.where(self.limited > 0, own, 0) * chunks).cumsum()]).astype(np.int64)
 
     @property
     def heads(self) -> int:
@@ -208,10 +239,9 @@ class Tables:
 
     @cached_property
     def tensors(self) -> np.ndarray:
-        """int32 [13, T + 1], as kernels read it."""
+        """int32 [15, T + 1], as kernels read it."""
         number, runs = self.number, self.message.runs
-        spans = np.searchsorted(self.chunks[0], np.arange(number + 1))
-        rows = [self.edges, _padded(self.limited), spans]
+        rows = [self.edges, _padded(self.limited), self.spans]
         if runs is None:
             rows += [np.zeros(number + 1, np.int64)] * 4
             ranked = np.zeros(number, np.int64)
@@ -223,8 +253,10 @@ class Tables:
             mine = np.flatnonzero(self.owners == owner)
             slots[mine] = self.limited[mine].cumsum() - self.limited[mine]
         elsewhere = np.zeros(number, np.int64) if self.cut is None else self.cut.elsewhere
-        rest = self.kinds, self.owners * self.described.shape[1], self.tensors_of, elsewhere, ranked > 0
-        return np.stack([*rows, slots, *map(_padded, rest)]).astype(np.int32)
+        rest = self.kinds, self.owners * self.described.shape[1], self.tensors_of, elsewhere
+        return np.stack([*rows, slots, *map(_padded, rest), self.rows, self.lists, _padded(ranked > 0)]).astype(
+            np.int32
+        )
 
     def of_some(self, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """``tensors``, ``described`` and ``room`` of a window in which only some rows (bool [T]) send something."""
@@ -266,6 +298,11 @@ class Tables:
 def digits_of(elements: float, tensors: float) -> tuple[int, ...]:
     """Bits of the digits of a key in a buffer of so many elements and tensors, or pieces of them."""
     return _WIDE_DIGITS if elements >= _FEW_ELEMENTS * tensors else _SHORT_DIGITS
+
+
+def listed(digits: tuple[int, ...]) -> bool:
+    """Whether candidates are listed: a first digit that is the exponent alone leaves too many of them."""
+    return digits[0] > _EXPONENT
 
 
 def _padded(row: np.ndarray) -> np.ndarray:

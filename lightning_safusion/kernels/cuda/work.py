@@ -11,16 +11,16 @@ tests hold the numbers to what the kernels do. How long it takes is for a device
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil, log2
+from math import ceil, log, log2
 from typing import NamedTuple
 
-from lightning_safusion.kernels.cuda.tables import CHUNKS, TILE, WIDTH, digits_of
+from lightning_safusion.kernels.cuda.tables import CHUNKS, SHARING, TILE, WIDTH, digits_of, listed
 
 #: What a device does for a window, by the names of the kernels; ``"zero"`` clears their memory, ``"copy"`` brings the
 #: verdict to the host, ``"operations"`` are PyTorch's, where these kernels do not serve.
 STAGES = (
-    "zero", "compensate", "share", "narrow", "count_chunks", "write", "pack", "reduce", "decode", "commit", "copy",
-    "operations",
+    "zero", "compensate", "share", "collect", "narrow", "count_chunks", "write", "pack", "reduce", "decode", "commit",
+    "copy", "operations",
 )  # fmt: skip
 
 
@@ -44,10 +44,11 @@ class Work:
 
 
 class Loop(NamedTuple):
-    """Compiled code of a kernel for compute capability 9.0, by Triton 3.9.
+    """Compiled code of a kernel for compute capability 9.0: the longer of what Triton 3.6 and 3.9 make.
 
     Args:
-        length: Instructions of its longest loop that has no other in it, which all threads of a program run.
+        length: Instructions of its longest loop that has no other in it, which all threads of a program run; of
+            ``"write"``, which looks through regions in a loop, those of all loops.
         once: Those in no loop, which each program runs once, or not where a branch leads past them.
         threads: Of a program.
         items: Elements, entries (pack: of a program) or bits that all threads treat in a pass of the loop.
@@ -63,22 +64,24 @@ class Loop(NamedTuple):
         return self.threads * (self.length * items / self.items + self.once * programs)
 
 
-#: By kernel; "by update": where moments of the optimizer are read; the mean of both for ``"narrow"``.
+#: By kernel; "by update": where moments of the optimizer are read. Items of ``"narrow"``, ``"count_chunks"`` and
+#: ``"write"`` are candidates.
 LOOPS: dict[str, Loop] = {
-    "compensate": Loop(266, 166, 128, 1024),
-    "compensate by update": Loop(602, 302, 128, 1024),
-    "narrow": Loop(544, 346, 128, 2048),
-    "count_chunks": Loop(122, 638, 256, 2048),
-    "write": Loop(823, 228, 128, 1024),
-    "pack": Loop(68, 519, 128, 512),
-    "decode": Loop(224, 455, 128, 256),
-    "decode of owners": Loop(214, 609, 128, 256),
-    "reduce": Loop(220, 192, 128, 256),
-    "reduce by update": Loop(252, 340, 128, 256),
-    "commit": Loop(209, 322, 128, 256),
-    "place": Loop(115, 432, 128, 256),
-    "count_above": Loop(107, 117, 256, 2048),
-    "add_up": Loop(82, 166, 128, 1024),
+    "compensate": Loop(307, 174, 128, 1024),
+    "compensate by update": Loop(660, 317, 128, 1024),
+    "collect": Loop(257, 651, 128, 1024),
+    "narrow": Loop(148, 452, 128, 512),
+    "count_chunks": Loop(57, 552, 128, 512),
+    "write": Loop(574, 266, 128, 512),
+    "pack": Loop(74, 554, 128, 512),
+    "decode": Loop(227, 488, 128, 256),
+    "decode of owners": Loop(223, 636, 128, 256),
+    "reduce": Loop(226, 198, 128, 256),
+    "reduce by update": Loop(266, 338, 128, 256),
+    "commit": Loop(217, 324, 128, 256),
+    "place": Loop(115, 456, 128, 256),
+    "count_above": Loop(107, 118, 256, 2048),
+    "add_up": Loop(83, 205, 128, 1024),
 }
 # Instructions of each thread in their other loops: for each message of a tile, for bits of its region that are passed
 # over, for each header, and for 512 elements: cleared; delivered; added to the residual of an owner, and compared by
@@ -89,6 +92,9 @@ _CLEARED, _DELIVERED, _HELD, _KEPT = 21, 69, {False: 87, True: 256}, 44
 _REGION, _BITS = 512, 256
 # Bytes of a sector, and fields of a message in which a program reads some bytes between others.
 _SECTOR, _FIELDS = 32, 5
+# Elements that have the first digit of the limit and are not sent, for each that is and each e-fold of the density (of
+# normal numbers); bytes of a candidate, its place and its key; instructions for a region in which entries are counted.
+_MORE, _LISTED, _RANKED = 0.08, 8, 57
 # Of writing entries: bytes of one between two kernels, which one writes and the other reads; and those with a scale.
 _ENTRY, _PART = 8, 128
 
@@ -131,6 +137,30 @@ class Span:
         return max(self.tensors, self.elements / width + self.tensors / 2)  # the last one of a tensor is half full
 
     @property
+    def rows(self) -> float:
+        """Histograms of the first digit."""
+        return max(self.tensors, self.chunks / SHARING)
+
+    @property
+    def digits(self) -> tuple[int, ...]:
+        """Bits of the digits of a key."""
+        return digits_of(self.elements, self.tensors)
+
+    @property
+    def candidates(self) -> float:
+        """Elements that are read again when the first digit of the limit is known."""
+        if not listed(self.digits):
+            return self.elements
+        share = min(1.0, self.entries / self.elements)
+        return self.elements * share * (1 - _MORE * log(max(share, 1e-9)))
+
+    def again(self, kernel: str, once: bool = True) -> float:
+        """Instructions of reading the candidates of all chunks; ``once``: with those of a program."""
+        loop = LOOPS[kernel]
+        passes = ceil(self.candidates / self.chunks / loop.items)
+        return loop.threads * (loop.length * passes + loop.once * once) * self.chunks
+
+    @property
     def message(self) -> float:
         """Bytes of positions and values."""
         return self._positions + self._values
@@ -138,7 +168,7 @@ class Span:
     @property
     def read(self) -> float:
         """Bytes of a message that its readers move: all programs of a region read all of its high bits."""
-        high = (self.entries + self.elements / 2**self.low_bits) / 8 * max(1.0, self.region / TILE)
+        high = self.high * max(1.0, self.region / TILE)
         blocks, own = self._blocks
         low = self.entries * self.low_bits / 8 * (own / blocks) * max(1.0, self.region / TILE)
         return high + low + self._values + _FIELDS * _SECTOR * self.tiles
@@ -149,8 +179,13 @@ class Span:
         return min(float(_REGION << self.low_bits), self.elements / self.tensors)
 
     @property
+    def high(self) -> float:
+        """Bytes of the high bits of positions."""
+        return (self.entries + self.elements / 2**self.low_bits) / 8
+
+    @property
     def _positions(self) -> float:
-        return (self.entries * (1 + self.low_bits) + self.elements / 2**self.low_bits) / 8
+        return self.entries * self.low_bits / 8 + self.high
 
     @property
     def _values(self) -> float:
@@ -220,8 +255,8 @@ def placement(span: Span) -> dict[str, Work]:
 
 def _zeros(span: Span) -> Work:
     """Histograms of all tensors, and the largest magnitudes of parts."""
-    bins = sum(1 << bits for bits in digits_of(span.elements, span.tensors))
-    return Work(1, 4 * (bins * span.tensors + span.entries / _PART))
+    first, *others = (1 << bits for bits in span.digits)
+    return Work(1, 4 * (first * span.rows + sum(others) * span.tensors + span.entries / _PART))
 
 
 def _compensation(span: Span) -> Work:
@@ -233,16 +268,18 @@ def _compensation(span: Span) -> Work:
 
 def _packing(span: Span) -> dict[str, Work]:
     """From keys to messages."""
-    n, k, chunks = span.elements, span.entries, span.chunks
-    levels = len(digits_of(n, span.tensors)) - 1
+    n, k, c = span.elements, span.entries, span.candidates
+    levels = len(span.digits) - 1
+    told = _LISTED * c if listed(span.digits) else 0.0
+    counted = LOOPS["collect"].instructions(n, span.chunks) + span.again("narrow", once=False)
     work = {
-        "share": Work(levels + 1 if span.pooled else 0),
-        "narrow": Work(levels, levels * 4 * n, levels * LOOPS["narrow"].instructions(n, chunks)),
-        "count_chunks": Work(1, 4 * n, LOOPS["count_chunks"].instructions(n, chunks)),
+        "share": Work(levels + 1 if span.pooled else float(span.rows > span.tensors)),
+        "collect": Work(1, 4 * n + told + span.high, counted),
+        "narrow": Work(levels - 1, (levels - 1) * 4 * c, (levels - 1) * span.again("narrow")),
+        "count_chunks": Work(1, 4 * c, span.again("count_chunks")),
     }
-    # where entries are, the element is read beside its key
-    values = 4 * n * span.touched if span.by_update else 0.0
-    work["write"] = Work(1, 4 * n + values + _ENTRY * k + span.message, LOOPS["write"].instructions(n, chunks))
+    written = span.again("write") + LOOPS["write"].threads * _RANKED * n / (_REGION << span.low_bits)
+    work["write"] = Work(1, max(told, 4 * c) + 4 * n * span.touched + _ENTRY * k + span.message, written)
     packed = LOOPS["pack"]
     programs = span.messages * ceil(k / span.messages / packed.items)
     per_program = packed.threads * (packed.length * span.low_bits + packed.once)

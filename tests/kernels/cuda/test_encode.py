@@ -95,7 +95,7 @@ def test_several_chunks_and_blocks_and_ties_that_end_in_the_first(
 def test_short_tensors_have_short_digits_and_long_ones_wide_digits() -> None:
     short, long = Rank.of(Case((300,) * 5), 0, 1), Rank.of(Case((7000,), density=0.05), 0, 1)
     assert short.kernels.tables.digits == (8, 8, 8, 7)
-    assert long.kernels.tables.digits == (8, 11, 12)
+    assert long.kernels.tables.digits == (11, 10, 10)
     check(short)
     check(long)
     check(Rank.of(Case((7000,), density=0.05, pooled=True, values="ties"), 0, 1))

@@ -1,0 +1,126 @@
+"""Lists of candidates, which the later passes of a selection visit: chunks with too many beside chunks with few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from lightning_safusion.kernels.cuda import tables as tables_module
+from tests.kernels.cuda.buffers import ORDERS, Case, Rank, in_order
+
+# Chunks have 2,048 elements: seven, none, one and seven of them.
+SIZES = (14_000, 0, 1, 13_100)
+
+
+def overflown(rank: Rank) -> list[bool]:
+    """By chunk of a tensor from which something is selected: whether it has more candidates than slots."""
+    packer, tables = rank.kernels.packer, rank.kernels.tables
+    slots = np.diff(tables.lists) // np.maximum(np.diff(tables.spans), 1)
+    counts = packer._counts.view(3, -1)[2].tolist()
+    live = tables.limited > 0
+    return [
+        length > slots[tensor] for tensor, length in zip(tables.chunks[0].tolist(), counts, strict=True) if live[tensor]
+    ]
+
+
+def check(rank: Rank) -> None:
+    """The kernels write what the CPU writes."""
+    expected = rank.message(*rank.expected()).clone()
+    assert np.flatnonzero(rank.run().cpu().numpy() != expected.numpy()).tolist() == []
+
+
+def cluster(memory: Tensor) -> None:
+    """Nearly all that is large is in the second chunk."""
+    memory[2048:4096] *= 50
+
+
+def equal(memory: Tensor) -> None:
+    memory[:] = -0.25
+
+
+def zero(memory: Tensor) -> None:
+    memory[:] = 0.0
+
+
+def few(memory: Tensor) -> None:
+    """Fewer elements than the quota are not zero."""
+    memory[torch.arange(len(memory)) % 997 != 3] = 0.0
+
+
+def not_finite(memory: Tensor) -> None:
+    memory[[5, 2100, 9000]] = torch.tensor([torch.nan, torch.inf, -torch.nan], device=memory.device)
+
+
+def as_drawn(memory: Tensor) -> None:
+    pass
+
+
+def made(case: Case, seed: int, change: Callable[[Tensor], None], moments: list[int] | None = None) -> Rank:
+    """A rank whose gradients add nothing to a residual that is changed."""
+    rank = Rank.of(case, 0, seed, moments)
+    for grad in rank.grads:
+        grad.zero_()
+    change(rank.memory)
+    return rank
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_tensor_with_listed_chunks_and_one_that_has_too_few_slots(pooled: bool) -> None:
+    rank = made(Case(SIZES, 0.02, pooled), 3, cluster)
+    assert rank.kernels.tables.digits == (11, 10, 10)
+    check(rank)
+    assert overflown(rank)[:7] == [False, True, *[False] * 5]
+
+
+@pytest.mark.slow
+@settings(max_examples=12)
+@given(
+    st.sampled_from([cluster, equal, zero, few, not_finite, as_drawn]),
+    st.sampled_from([0.02, 0.1, 0.24]),
+    st.booleans(),
+    st.sampled_from([None, [0] * 4, [1] * 4]),
+    st.integers(1, 4),
+    ORDERS,
+)
+def test_messages_are_those_of_the_cpu(
+    change: Callable[[Tensor], None],
+    density: float,
+    pooled: bool,
+    moments: list[int] | None,
+    sharing: int,
+    order: int | None,
+) -> None:
+    """Whatever the keys are, with several histograms of a tensor, and programs in any order."""
+    with pytest.MonkeyPatch.context() as patched, in_order(order):
+        patched.setattr(tables_module, "SHARING", sharing)
+        # a scale that is not a number has other bits on the CPU
+        wire = "fp32" if change is not_finite else "q4"
+        rank = made(Case(SIZES, density, pooled, wire=wire), 5, change, moments)
+        assert int(rank.kernels.tables.rows[-1]) >= 2 + 2 * -(-7 // sharing)
+        check(rank)
+
+
+def test_slots_follow_the_quotas_of_tensors() -> None:
+    tables = Rank.of(Case(SIZES, 0.02), 0, 1).kernels.tables
+    other = type(tables)(
+        tables.edges, tables.quotas * np.array([5, 1, 1, 0]), 0, tables.kinds, tables.lanes, tables.message
+    )
+    few, many = np.diff(tables.lists), np.diff(other.lists)
+    assert many[0] > 2 * few[0] > 0
+    assert few[1] == many[1] == many[3] == 0 < few[3]
+    assert few.sum() < 0.06 * tables.numel  # 8 bytes each
+
+
+def test_short_digits_list_nothing() -> None:
+    rank = Rank.of(Case((300,) * 5), 0, 1)
+    assert not rank.kernels.tables.lists.any()
+    check(rank)
+    assert all(overflown(rank))
