@@ -16,7 +16,7 @@ import triton.language as tl
 
 from lightning_safusion.kernels.cuda.elements import DESCRIPTION, HIGH, LISTS, LOW, MAGNITUDE, QUOTAS, ROWS, SPANS
 
-_COPIES = tl.constexpr(4)  # histograms that are added up together
+_COPIES = tl.constexpr(2)  # histograms that are added up together
 
 
 @triton.jit(do_not_specialize=["number"])

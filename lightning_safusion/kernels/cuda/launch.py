@@ -25,8 +25,8 @@ _WARPS = dict.fromkeys(
 #: Version of Triton.
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Registers of a thread that a kernel may have. Without a limit some versions of NVIDIA's compiler spill one, so that a
-# multiprocessor has room for another program; with these it has room for 4 and 6. AMD's compiler knows no such limit.
-_REGISTERS = {"write": 128, "decode": 80, "reduce": 80, "commit": 80}
+# multiprocessor has room for another program; with these it has room for 4 to 8. AMD's compiler knows no such limit.
+_REGISTERS = {"write": 128, "compensate": 80, "decode": 80, "reduce": 80, "commit": 80, "share": 64, "count_chunks": 64}
 # Versions whose compiled kernels can be started as here; before 3.3 they are not given their constants again.
 _KNOWN, _PASSES_CONSTANTS = (3, 2) <= VERSION <= (3, 9), VERSION >= (3, 3)
 # Where those who want to be told of launches leave a function, or from 3.5 on several.

