@@ -82,7 +82,9 @@ class SAFusionStrategy(DDPStrategy):
             installed one, or a ``Sparsifier``.
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``. None, with ``memory="auto"``: 0.02
             with Adam, AdamW, NAdam, RMSprop, Adagrad and Adafactor, 0.05 with RAdam, 0.1 with SGD and schedule-free
-            optimizers, 0.25 with Lion and others with a momentum; Muon needs a number.
+            optimizers, 0.25 with Lion and others with a momentum; Muon needs a number. With optimizers that divide by a
+            second moment the first steps send more (:func:`~lightning_safusion.sparsify.schedule.opening_density`),
+            unless it is a ``DensitySchedule``.
         system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is
             SAFusion with four bits per value, ``quota="auto"``, ``memory="auto"`` and ``select_by="auto"``. Its quota
             rule and wire format change where another argument needs it.

@@ -19,6 +19,10 @@ DENSITIES, SPARSER = (0.1, 0.05, 0.02, 0.01), (0.005, 0.002)
 #: Steps of the trainings of several lengths.
 LENGTHS = (400, 1200, 4000)
 RATES = (0.5, 1.0, 1.5, 2.0)
+#: Tasks that judge the first steps, with their schedules; and those that chose what happens there.
+EARLY = ("noisy-groupnorm", "noisy-separable", "noisy-vit", "headers-transformer", "restoring-transformer")
+EARLY_CHOOSERS = ("noisy-batchnorm", "noise-unet", "bytes-onecycle", "prose-clipped")
+EARLY_LENGTHS, EARLY_RATES = (100, 200, 400, 1200), (0.5, 2.0, 3.0)
 #: Optimizers, with learning rates that suit them, of the transformer over bytes.
 OPTIMIZERS = (
     "optimizer=nadam",
@@ -53,6 +57,18 @@ def judges() -> Configs:
     lengths = [parse_task(f"headers-transformer[steps={steps}]") for steps in LENGTHS[1:]]
     longest = [(lengths[-1], replace(DEFAULT, density=density)) for density in SPARSER]
     return [*((task, scheme) for task in (*JUDGES, *lengths) for scheme in _at(DENSITIES)), *longest]
+
+
+def early(names: Sequence[str] = EARLY) -> Configs:
+    """The default in trainings of several lengths, from a hundred steps on."""
+    tasks = [parse_task(f"{name}[steps={steps}]") for steps in EARLY_LENGTHS for name in names]
+    return [(task, scheme) for task in tasks for scheme in _at((SuitedDensity.WITH_MOMENTUM,))]
+
+
+def early_rates() -> Configs:
+    """The same tasks at other learning rates, after 100 and 400 steps."""
+    short = [(task, scheme) for task, scheme in early() if task.steps in (EARLY_LENGTHS[0], EARLY_LENGTHS[2])]
+    return [(task, replace(scheme, lr_scale=rate)) for task, scheme in short for rate in EARLY_RATES]
 
 
 def optimizers() -> Configs:

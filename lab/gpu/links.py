@@ -22,7 +22,6 @@ from lab.gpu.stages import Setting
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.baselines.hooks import POWERSGD_START
 from lightning_safusion.comm.transport.interface import Transport
-from lightning_safusion.integration.units import DENSE_WINDOWS
 from lightning_safusion.systems.rows import DEFAULT, SYSTEMS, HookSystem
 
 #: Of the emulated job; all but one are echoes.
@@ -68,6 +67,7 @@ class BehindALink(SAFusionStrategy):
     def __init__(self, network: Network, system: str) -> None:
         sparse = not isinstance(SYSTEMS[system], HookSystem)
         super().__init__(system=system, density=DENSITY if sparse else None)
+        self.settings.density.opens = False  # steps are timed as they will last
         self._network = network
 
     def _make_transport(self, model: nn.Module) -> Transport:
@@ -133,7 +133,7 @@ def measured(place: Device, network: Network, name: str, system: str) -> tuple[T
         The times, samples of a step, bytes of the device at most, and why plain DDP took the engine's place, if it did.
     """
     hook = isinstance(SYSTEMS[system], HookSystem)
-    dense = (POWERSGD_START + 1 if system.startswith("powersgd") else 3) if hook else DENSE_WINDOWS
+    dense = POWERSGD_START + 1 if system.startswith("powersgd") else 3
     timed = Timed(place, network, dense, 0 if hook else _PLANNED if place.cuda else 2)
     model, strategy = Model(name, small=not place.cuda), BehindALink(network, system)
     if place.cuda:

@@ -158,6 +158,10 @@ class Steps(Callback):
         self._begins: list[Any] = []
         self._recorded: list[bool] = []
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(trainer.strategy, SAFusionStrategy):
+            trainer.strategy.settings.density.opens = False  # steps are timed as they will last
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         record = getattr(trainer.strategy, "record", None)  # of the window that has just ended
         if batch_idx:

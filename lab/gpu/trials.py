@@ -148,14 +148,14 @@ class Job:
 
 
 @contextmanager
-def job(place: Device, trial: Trial, recipe: Recipe, dense_windows: int | None = None) -> Iterator[Job]:
+def job(place: Device, trial: Trial, recipe: Recipe, opens: bool = True) -> Iterator[Job]:
     """Makes the job of a trial, in the memory of the last one; ends its threads.
 
     Args:
         place: Where it runs; on the CPU a tiny model stands for all.
         trial: What is trained.
         recipe: For how long.
-        dense_windows: Windows of engines at first in which everything is sent; None: as in training.
+        opens: The first steps send more, as in training.
     """
     place.clear()
     size, workers = SIZES[trial.size], WORKERS if place.cuda else _REHEARSED
@@ -182,8 +182,7 @@ def job(place: Device, trial: Trial, recipe: Recipe, dense_windows: int | None =
         averager.carry_momentum(optimizers, training.params)
         for engine in averager.controllers if isinstance(averager, Engines) else ():
             engine.fused.serves = True  # in the interpreter too
-            if dense_windows is not None:
-                engine.dense_windows = dense_windows
+            engine.density.opens &= opens
         yield Job(training, averager, optimizers, recipe.lr * recipe.factor)
 
 
@@ -198,7 +197,7 @@ def trained(place: Device, trial: Trial, recipe: Recipe, curves: Path | None = N
         points: Of the curve.
     """
     curve: list[tuple[int, float, float]] = []
-    with job(place, trial, recipe, None if place.cuda else 1) as ready:
+    with job(place, trial, recipe) as ready:
         losses, seconds, last = torch.zeros(recipe.steps, device=place.device), 0.0, 0
         for stop in sorted({math.ceil(recipe.steps * (point + 1) / points) for point in range(points)}):
             begin = time.perf_counter()
@@ -236,7 +235,7 @@ def step_seconds(place: Device, trial: Trial, warm: int, timed: int) -> float:
         warm: Steps before, in which kernels are compiled.
         timed: Steps that are timed.
     """
-    with job(place, trial, Recipe(warm + timed, SIZES[trial.size].rates[0]), dense_windows=1) as ready:
+    with job(place, trial, Recipe(warm + timed, SIZES[trial.size].rates[0]), opens=False) as ready:
         for number in range(warm):
             ready.step(number)
         place.wait()

@@ -114,6 +114,42 @@ def _twice(labels: Tensor) -> Tensor:
     return labels[:, None].expand(-1, 2)
 
 
+class DigitsInNoise(Digits):
+    """Handwritten digits with noise of their own in every step, so that the loss stays far from zero.
+
+    Args:
+        seed: Decides which images are held out, the batches, and the noise.
+        batch: Images of all workers in a step.
+    """
+
+    strength: ClassVar[float] = 0.4  #: standard deviation, of images between 0 and 1
+
+    def samples(self, step: int) -> Batch:
+        images, labels = super().samples(step)
+        return images + self._noise(images, self.seed * 1_000_003 + step), labels
+
+    def validation(self) -> Batch:
+        images, labels = super().validation()
+        return images + self._noise(images, 0), labels
+
+    def _noise(self, images: Tensor, seed: int) -> Tensor:
+        return self.strength * torch.randn(images.shape, generator=torch.Generator().manual_seed(seed))
+
+
+class NoiseOfDigits(DigitsInNoise):
+    """The same, and the noise itself, which is to be predicted (Ho et al., NeurIPS 2020)."""
+
+    def samples(self, step: int) -> Batch:
+        images, _ = Digits.samples(self, step)
+        noise = self._noise(images, self.seed * 1_000_003 + step)
+        return images + noise, noise
+
+    def validation(self) -> Batch:
+        images, _ = Digits.validation(self)
+        noise = self._noise(images, 0)
+        return images + noise, noise
+
+
 class Text(Data):
     """Sequences of bytes from the sources of Python's standard library; every byte but the first is to be predicted.
 

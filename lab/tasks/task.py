@@ -15,7 +15,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from lab.tasks.data import Data, Digits, DigitsTwice, Headers, Names, Prose, Restored, Text
+from lab.tasks.convolutions import ResidualNet, UNet, grouped
+from lab.tasks.data import (
+    Data,
+    Digits,
+    DigitsInNoise,
+    DigitsTwice,
+    Headers,
+    Names,
+    NoiseOfDigits,
+    Prose,
+    Restored,
+    Text,
+)
 from lab.tasks.models import (
     ByteLSTM,
     ByteTransformer,
@@ -34,7 +46,7 @@ from lightning_safusion.notation import hints_of, read, typed
 # Held-out samples that are evaluated together.
 _EVALUATED = 64
 # What its name stands for in a recipe, and what is in a recipe only if it is not as usual: results of before lack it.
-_PARTS, _LATER = ("name", "model", "data", "metric"), ("clip_value", "accumulate", "precision", "sam")
+_PARTS, _LATER = ("name", "model", "data", "metric"), ("clip_value", "accumulate", "precision", "sam", "schedule")
 _VERSIONS = {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
 
 
@@ -46,7 +58,7 @@ class Task:
         name: In tables, and on the command line.
         model: Builds the network; torch's generator decides the weights.
         data: Batches, from a seed and the samples per step.
-        metric: What is measured on held-out data: ``"accuracy"``, or ``"loss"`` (cross entropy, nats).
+        metric: What is measured on held-out data: ``"accuracy"``, or ``"loss"`` (see :func:`loss`).
         optimizer: One of :data:`OPTIMIZERS`.
         lr: Largest learning rate.
         steps: Optimizer steps.
@@ -61,6 +73,8 @@ class Task:
         sam: Distance of the ascent of sharpness-aware minimisation (Foret et al., ICLR 2021), by each worker's own
             gradient; 0: plain gradients.
         warmup: Share of the steps in which the learning rate rises; then it falls to zero along a cosine.
+        schedule: ``"cosine"``: as ``warmup`` says; ``"onecycle"``: as ``OneCycleLR`` has it by default, with a first
+            beta that falls from 0.95 to 0.85 and rises again; ``"constant"``.
         revision: Raised whenever network or data change, so that results of before are not taken for new ones.
     """
 
@@ -82,6 +96,7 @@ class Task:
     accumulate: int = 1
     precision: Literal["32", "bf16"] = "32"
     sam: float = 0.0
+    schedule: Literal["cosine", "onecycle", "constant"] = "cosine"
 
     def __post_init__(self) -> None:
         if self.sam and self.accumulate > 1:
@@ -105,10 +120,25 @@ class Task:
         """Learning rate of a step, as a share of ``lr``."""
         if self.optimizer == "schedule-free":
             return 1.0  # warms up by itself
+        if self.schedule == "constant":
+            return 1.0
+        if self.schedule == "onecycle":
+            return self._cycled(step, 1 / 25, 1.0, 1 / 25e4)
         rising = round(self.warmup * self.steps)
         if step < rising:
             return (step + 1) / rising
         return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, self.steps - rising)))
+
+    def beta1(self, step: int) -> float:
+        """Momentum of a step, the first beta of Adam's kind."""
+        return self._cycled(step, 0.95, 0.85, 0.95) if self.schedule == "onecycle" else self.momentum
+
+    def _cycled(self, step: float, first: float, middle: float, last: float) -> float:
+        """Between three values along half a cosine each, as ``torch.optim.lr_scheduler.OneCycleLR`` does."""
+        turn, end = 0.3 * self.steps - 1, self.steps - 1
+        if step > turn:
+            first, middle, step, turn = middle, last, step - turn, end - turn
+        return middle + (first - middle) / 2 * (1 + math.cos(math.pi * step / turn))
 
     def make_optimizers(
         self, params: Iterable[Tensor], lr: float, momentum: float | None = None, beta2: float | None = None
@@ -127,7 +157,9 @@ class Task:
 
 
 def loss(model: nn.Module, inputs: Tensor, classes: Tensor) -> Tensor:
-    """Mean cross entropy in nats."""
+    """Mean cross entropy in nats; of numbers that are to be predicted the mean squared error."""
+    if classes.is_floating_point():
+        return functional.mse_loss(model(inputs), classes)
     return functional.cross_entropy(model(inputs).flatten(0, -2), classes.flatten())
 
 
@@ -138,6 +170,9 @@ def evaluate(task: Task, model: nn.Module, data: Data) -> float:
     inputs, classes = data.validation()
     total = 0.0
     for x, y in zip(inputs.split(_EVALUATED), classes.split(_EVALUATED), strict=True):
+        if y.is_floating_point():
+            total += float(functional.mse_loss(model(x), y, reduction="sum"))
+            continue
         scores = model(x).flatten(0, -2)
         if not bool(torch.isfinite(scores).all()):
             return math.nan
@@ -196,6 +231,60 @@ _TASKS = (
         warmup=0.1,
         clip=1.0,
     ),
+    # short trainings as people write them: half of these choose what happens in them, the others judge
+    Task(
+        "noisy-batchnorm",
+        ResidualNet,
+        DigitsInNoise,
+        "loss",
+        "adamw",
+        lr=3e-3,
+        steps=400,
+        batch=64,
+        beta2=0.999,
+        weight_decay=0.01,
+        schedule="onecycle",
+    ),
+    Task(
+        "noise-unet",
+        UNet,
+        NoiseOfDigits,
+        "loss",
+        "adamw",
+        lr=2e-3,
+        steps=400,
+        batch=32,
+        beta2=0.999,
+        weight_decay=0.01,
+        schedule="constant",
+    ),
+    Task(
+        "bytes-onecycle",
+        ByteTransformer,
+        Text,
+        "loss",
+        "adamw",
+        lr=2e-3,
+        steps=400,
+        batch=16,
+        beta2=0.999,
+        weight_decay=0.01,
+        schedule="onecycle",
+    ),
+    Task(
+        "prose-clipped",
+        ByteTransformer,
+        Prose,
+        "loss",
+        "adamw",
+        lr=2e-3,
+        steps=400,
+        batch=32,
+        beta2=0.95,
+        weight_decay=0.1,
+        warmup=0.1,
+        clip=1.0,
+    ),
 )
 
 # Tasks on which no default was chosen. They judge: a change of the defaults that they suggest needs other judges.
@@ -228,6 +317,46 @@ _JUDGES = (
         clip=1.0,
     ),
     Task("names-recommender", Recommender, Names, "loss", "adamw", lr=1e-2, steps=400, batch=512, warmup=0.1),
+    Task(
+        "noisy-groupnorm",
+        partial(ResidualNet, grouped),
+        DigitsInNoise,
+        "loss",
+        "adamw",
+        lr=2e-3,
+        steps=400,
+        batch=32,
+        beta2=0.999,
+        weight_decay=0.01,
+        warmup=0.1,
+        clip=1.0,
+    ),
+    Task(
+        "noisy-separable",
+        SeparableConvNet,
+        DigitsInNoise,
+        "loss",
+        "adamw",
+        lr=3e-3,
+        steps=400,
+        batch=64,
+        beta2=0.999,
+        weight_decay=0.01,
+        schedule="onecycle",
+    ),
+    Task(
+        "noisy-vit",
+        DigitsViT,
+        DigitsInNoise,
+        "loss",
+        "adamw",
+        lr=1e-3,
+        steps=400,
+        batch=64,
+        beta2=0.999,
+        weight_decay=0.01,
+        schedule="constant",
+    ),
     Task("digits-separable", SeparableConvNet, Digits, "accuracy", "sgd", lr=0.05, steps=420, batch=64, warmup=0.1),
 )
 _FRESH = {task.name: task for task in (*_TASKS, *_JUDGES)}

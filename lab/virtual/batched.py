@@ -185,7 +185,7 @@ class BatchedTraining:
             The loss before the step, mean over workers, on the device.
         """
         losses = self.backward(number)
-        descend(self.task, self.params, averager.average(self._own), optimizers, lr * self.task.rate(number))
+        descend(self.task, self.params, averager.average(self._own), optimizers, lr, number)
         return losses.mean()
 
     def backward(self, number: int) -> Tensor:

@@ -58,7 +58,7 @@ class VirtualTraining:
         mean_loss = fmean(losses)
         if not math.isfinite(mean_loss):
             return mean_loss
-        descend(self.task, self.params, averager.average(gradients), optimizers, lr * self.task.rate(number))
+        descend(self.task, self.params, averager.average(gradients), optimizers, lr, number)
         return mean_loss
 
     def _shards(self, number: int) -> Iterable[Sequence[Batch]]:
@@ -104,7 +104,12 @@ class VirtualTraining:
 
 
 def descend(
-    task: Task, params: Sequence[nn.Parameter], means: Sequence[Tensor], optimizers: Sequence[Optimizer], lr: float
+    task: Task,
+    params: Sequence[nn.Parameter],
+    means: Sequence[Tensor],
+    optimizers: Sequence[Optimizer],
+    lr: float,
+    step: int,
 ) -> None:
     """Clips the means as the task says, and steps along them.
 
@@ -113,7 +118,8 @@ def descend(
         params: Its parameters.
         means: Of the workers' gradients, flat.
         optimizers: Of the parameters.
-        lr: Learning rate of this step.
+        lr: Largest learning rate of the whole training.
+        step: Decides its share of the learning rate, and the momentum where that has a schedule.
     """
     for param, mean in zip(params, means, strict=True):
         param.grad = mean.view_as(param)
@@ -123,7 +129,9 @@ def descend(
         nn.utils.clip_grad_value_(params, task.clip_value)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * task.rate(step)
+            if task.schedule == "onecycle":
+                group["betas"] = task.beta1(step), group["betas"][1]
         optimizer.step()
     for param in params:
         param.grad = None

@@ -190,7 +190,7 @@ class Engines(Averager):
         Otherwise one thread serves all of them, which is faster: messages of all are sent before any is waited for.
         """
         controller = self.controllers[0]
-        density = controller.density(controller.windows, controller.epoch)
+        density = controller.next_density
         reviews = controller.space.shares_due(controller.windows)
         planned = controller.planner.current is not None and density == controller.space.quotas.density
         return self._waiting or reviews or not planned

@@ -124,6 +124,7 @@ class TurnCallback(Callback):
         if isinstance(trainer.strategy, SAFusionStrategy):
             self.turned.cautions = list(trainer.strategy.cautions)
             self.turned.density = trainer.strategy.settings.density.lasting()
+            trainer.strategy.settings.density.opens = False  # later steps are judged
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -13,7 +13,7 @@ from lightning_safusion.bench.measure import FLOOR, IN_STEP
 from lightning_safusion.bench.results import SystemFigures
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.turns import Turned
-from lightning_safusion.systems import DEFAULT, SYSTEMS
+from lightning_safusion.systems import DEFAULT
 from lightning_safusion.systems.accuracy import faster_row, known_accuracy
 
 #: The strategy of the user's own file, where that is no plain DDP.
@@ -55,7 +55,7 @@ def decide(figures: Sequence[SystemFigures], rounds: Rounds) -> tuple[SystemFigu
     known = {each.system: each for each in figures}
     baseline = known.get(YOURS) or known["ddp"]
     others = [each for each in figures if each.system not in (FLOOR, IN_STEP, baseline.system, *_APPROXIMATE)]
-    able = [each for each in others if not sends_all(each) and not _dense_so_far(each)]
+    able = [each for each in others if not sends_all(each)]
     faster = [each for each in able if _gain(rounds[each.system], rounds[baseline.system]) > WORTH]
     if not faster:
         return baseline, baseline
@@ -66,12 +66,6 @@ def decide(figures: Sequence[SystemFigures], rounds: Rounds) -> tuple[SystemFigu
 def sends_all(row: SystemFigures) -> bool:
     """Whether a row that could send less has done what DDP does: if it is faster, then by chance."""
     return row.by_ddp or (row.density is not None and row.density > _ALL)
-
-
-def _dense_so_far(row: SystemFigures) -> bool:
-    """Whether the engine was measured in the steps that are dense with some optimizers, the first ones."""
-    system = SYSTEMS.get(row.system.partition("[")[0])
-    return system is not None and system.sparse and row.plain_ddp is None and row.bytes_sent is None
 
 
 def _plainness(row: SystemFigures) -> tuple[bool, bool, bool, float]:
@@ -127,10 +121,6 @@ def judge(
     for each in figures:
         if each.by_ddp:
             said.append(f"{each.system} has left the gradients to plain DDP: {each.plain_ddp}.")
-        elif _dense_so_far(each):
-            said.append(
-                f"{each.system} is not judged: its first steps are dense, and the warm-up ended in them: --warmup 30."
-            )
         elif sends_all(each):
             said.append(f"{each.system} sends everything: that is predicted to be as fast here.")
     if not stays and best.peak_bytes and baseline.peak_bytes:

@@ -26,7 +26,7 @@ from lightning_safusion.fusion.ticks import Ticks
 from lightning_safusion.fusion.undecided import Undecided
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
+from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, opening_density
 
 # The end of a collective is recorded by a callback on the backend's thread, which stops the backward's for the
 # interpreter's lock: in every window at first, then in one of 16 and whenever the planner needs it.
@@ -78,7 +78,7 @@ class Engine:
         self.transport = planner.transport
         self.density = density
         self.dense_first = dense_first
-        self.dense_windows = int(dense_first)  #: so many windows at first are averaged as DDP does; set from outside
+        self.by_update = False  #: elements are compared in units of the update; set from outside
         self.overlap = overlap
         self.ticks = ticks
         self.windows = 0  #: windows drained so far
@@ -125,7 +125,15 @@ class Engine:
     @property
     def dense(self) -> bool:
         """Whether the next window is averaged as DDP does, without buffers."""
-        return self.windows < self.dense_windows
+        return self.dense_first and not self.windows
+
+    @property
+    def next_density(self) -> float:
+        """Density of the next window."""
+        constant = self._constant
+        density = constant.density if constant is not None else self.density(self.windows, self.epoch)
+        opens = self.by_update and self.density.opens
+        return max(density, opening_density(self.windows)) if opens else density
 
     @property
     def undecided(self) -> bool:
@@ -187,8 +195,7 @@ class Engine:
             self._overflow.reset(together=True)
         self._review_shares()
         self.between = False
-        constant = self._constant
-        density = constant.density if constant is not None else self.density(self.windows, self.epoch)
+        density = self.next_density
         if density != self.space.quotas.density:
             self.space.set_density(density)
             self.planner.invalidate()

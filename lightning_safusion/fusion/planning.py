@@ -122,8 +122,8 @@ class Planner:
         self._spans.restart()
         if order_changed:
             self._profile = self._recorder = self._trials.broken = None
-            if not self._schedule.cadence.on_trial:
-                self._schedule.restart()  # the one plan was made for another order
+        if order_changed != self._schedule.cadence.on_trial:
+            self._schedule.restart()  # the one plan was made for another order; or plans are reviewed often again
 
     def fuse(self, shape: JobShape, start: int, stop: int) -> list[Group]:
         """The buffers of the tensors at places ``[start, stop)``, which a tick has found ready on all ranks."""

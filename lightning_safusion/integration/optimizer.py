@@ -16,14 +16,13 @@ from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.pace import Pace
 from lightning_safusion.integration.units import (
     ADAPTIVE,
-    DENSE_WINDOWS,
     compares_updates,
     divides,
     update_units,
 )
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum
-from lightning_safusion.sparsify.schedule import DensitySchedule
+from lightning_safusion.sparsify.schedule import DensitySchedule, opening_steps
 
 # Densities up to which the memory carries the momentum better than the optimizer does (docs/convergence.md).
 _ADAPTIVE_UP_TO, _SGD_UP_TO = 0.25, 0.02
@@ -196,7 +195,7 @@ class MomentumSwitch:
 
     def _paced(self, group: Group) -> Group:
         """Learning rate and weight decay of the parameters whose momentum the memory carries."""
-        if self._pace is None or (pace := self._pace.now) == 1:
+        if self._pace is None or (pace := self._pace.factor) == 1:
             return {}
         decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW))
         decay = group["weight_decay"] / pace if decoupled else group["weight_decay"]
@@ -275,9 +274,19 @@ def carry_momentum(
     note = f"{names} leaves the momentum of sparse tensors to the residual" if leaving else "the residual fades"
     note += f" (factor {momentum:.3g}); memory='residual' " + ("keeps it in the optimizer" if leaving else "keeps it")
     if pace is not None:
-        steps = f", with steps {pace.factor:.2g} times as large" if leaving and pace.factor > 1 else ""
+        steps = _in_the_long_run(density, scattered) if leaving else ""
         note += f". Elements are compared by how far they would move{steps}; select_by='gradient' compares gradients"
     return [MomentumSwitch(optimizer, carried, pace) for optimizer in leaving], note
+
+
+def _in_the_long_run(density: DensitySchedule, scattered: float) -> str:
+    """How steps differ in the long run, and how long the first ones send more; empty if they do not."""
+    lasting = density.lasting()
+    if lasting is None:
+        return ""
+    factor, first = Pace(lambda: scattered * lasting).factor, opening_steps(lasting) if density.opens else 0
+    told = f", with steps {factor:.2g} times as large" if factor > 1 else ""
+    return told + (f"; the first {first} steps send more" if first else "")
 
 
 def fit_to_optimizers(
@@ -305,6 +314,6 @@ def fit_to_optimizers(
     for engine in engines:
         units = update_units(settings, optimizers, params, bool(note))
         engine.space.compare_in(units)
-        if units is not None:
-            engine.dense_windows = DENSE_WINDOWS
+        engine.by_update = units is not None
+        engine.dense_first &= units is None
     return switches, note

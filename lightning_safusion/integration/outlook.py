@@ -38,7 +38,7 @@ class Outlook:
         now, windows = perf_counter(), engine.windows
         if self._began is not None and windows == self._began[0]:
             return None  # among the batches of an accumulation
-        # dense windows at first, before there is a plan, say nothing of those that follow
+        # windows at first, before there is a plan, say nothing of those that follow
         planned = engine.report is not None and engine.report.planned
         if self._began is not None and windows == self._began[0] + 1 and planned:
             self._steps.append(now - self._began[1])
@@ -55,8 +55,10 @@ class Outlook:
         record = engine.report
         if record is None or self.step_s is None or self.ddp_step_s is None:
             return None
+        lasting = engine.density.lasting()
+        later = ", fewer later" if lasting is not None and lasting < engine.space.quotas.density else ""
         share = record.bytes_sent / max(1, 4 * record.layout.numel)
         return (
             f"a step takes {self.step_s * 1e3:.3g} ms, under DDP a predicted {self.ddp_step_s * 1e3:.3g} ms; "
-            f"{share:.2%} of the bytes of fp32 gradients are sent"
+            f"{share:.2%} of the bytes of fp32 gradients are sent{later}"
         )

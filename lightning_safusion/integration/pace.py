@@ -1,4 +1,4 @@
-"""How large the steps of Adam's kind are without their momentum, by density and by time."""
+"""How large the steps of Adam's kind are without their momentum, by density."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import math
 from collections.abc import Callable
 
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.integration.units import DENSE_WINDOWS
 
 # Below one density steps are larger, by this power of how far it is below: an element that is sent moves for all the
 # steps in which it was not.
 _PACED_BELOW, _PACE = 0.05, 0.25
-# After the dense windows steps begin at this share, and rise for so many windows: without the optimizer's momentum they
-# are several times as large from one window to the next.
-_FIRST_SHARE, _RISING = 0.25, 50
 # Share of the optimizer's momentum that stays: all of it at density 1, falling with the logarithm to none at 4 %.
 _NONE_KEPT_AT = 0.04
 
@@ -23,20 +19,19 @@ class Pace:
 
     Args:
         density: Share of the elements that a worker selected in the latest window.
-        windows: So far.
     """
 
-    def __init__(self, density: Callable[[], float], windows: Callable[[], int]) -> None:
-        self._density, self._windows = density, windows
+    def __init__(self, density: Callable[[], float]) -> None:
+        self._density = density
 
     @staticmethod
     def of(engine: Engine) -> Pace:
         """That of the engine's windows."""
-        return Pace(lambda: engine.space.scattered * engine.space.quotas.density, lambda: engine.windows)
+        return Pace(lambda: engine.space.scattered * engine.space.quotas.density)
 
     @property
     def factor(self) -> float:
-        """On the learning rate, once it has risen: with it the learning rate that serves dense training serves."""
+        """On the learning rate: with it the learning rate that serves dense training serves."""
         return max(1.0, (_PACED_BELOW / self._density()) ** _PACE)
 
     @property
@@ -47,9 +42,3 @@ class Pace:
         less do they need one.
         """
         return max(0.0, 1.0 - math.log(self._density()) / math.log(_NONE_KEPT_AT))
-
-    @property
-    def now(self) -> float:
-        """Factor on the learning rate of the step that follows the latest window."""
-        risen = (self._windows() - DENSE_WINDOWS) / _RISING
-        return self.factor * min(1.0, _FIRST_SHARE + (1.0 - _FIRST_SHARE) * risen)

@@ -19,9 +19,6 @@ _DIVIDING, _SCHEDULE_FREE = (NAdam, RMSprop, Adagrad, Adafactor), "schedulefree"
 # In the state of Adam, AdamW, NAdam and RAdam (with amsgrad the first), RMSprop, and Adagrad.
 _NAMES = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
 _EPSILON = 1e-8  # of an optimizer that names none
-#: Windows at first in which everything is sent. Elements that are sent once in a hundred steps would have moments of
-#: one gradient each, and take steps that are too large, above all where the first gradients are clipped.
-DENSE_WINDOWS = 20
 
 
 class SecondMoments:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+
+# Density of the first steps, and how many: all elements are sent once in five, twice in ten (docs/convergence.md).
+_OPENING, _OPENING_STEPS = 0.2, 10
 
 
 def check_density(density: float) -> float:
@@ -21,7 +26,14 @@ def check_density(density: float) -> float:
 
 
 class DensitySchedule(ABC):
-    """Density as a function of the training's progress. Pure: the same arguments give the same density on all ranks."""
+    """Density as a function of the training's progress. Pure: the same arguments give the same density on all ranks.
+
+    Attributes:
+        opens: Whether the first steps send more, by :func:`opening_density`, where elements are compared in units of
+            the update. May be changed before training.
+    """
+
+    opens = False
 
     @abstractmethod
     def __call__(self, step: int, epoch: int) -> float:
@@ -49,6 +61,24 @@ class ConstantDensity(DensitySchedule):
         return self.density
 
 
+def opening_density(step: int) -> float:
+    """Least density of a step where elements are compared in units of the update: at first 20 %, later about 2 / step.
+
+    An element then waits for about half of the steps so far, at most: second moments begin with all elements, and
+    follow what is sent. The density falls by half octaves, so that plans last a while.
+
+    Args:
+        step: Optimizer steps before it.
+    """
+    octaves = max(0.0, math.log2((step + 1) / _OPENING_STEPS))
+    return _OPENING * 2.0 ** (-round(2 * octaves) / 2)
+
+
+def opening_steps(density: float) -> int:
+    """How many of the first steps send more than ``density``, in (0, 1]."""
+    return next(step for step in itertools.count() if opening_density(step) <= density)
+
+
 class SuitedDensity(ConstantDensity):
     """A constant density that follows from the optimizers: what ``density=None`` stands for.
 
@@ -64,6 +94,7 @@ class SuitedDensity(ConstantDensity):
 
     def __init__(self) -> None:
         super().__init__(self.PLAIN)
+        self.opens = True
 
 
 class DGCWarmup(DensitySchedule):
@@ -159,13 +190,17 @@ class DenseStart(DensitySchedule):
 
 
 def resolve_density(density: float | DensitySchedule) -> DensitySchedule:
-    """Turns a density into a schedule; a schedule is returned as it is.
+    """Turns a density into a schedule that opens; a schedule is returned as it is.
 
     Raises:
         TypeError: If ``density`` is neither.
         ValueError: If it is outside (0, 1].
     """
-    return density if isinstance(density, DensitySchedule) else ConstantDensity(density)
+    if isinstance(density, DensitySchedule):
+        return density
+    schedule = ConstantDensity(density)
+    schedule.opens = True
+    return schedule
 
 
 def _check_steps(steps: int) -> int:

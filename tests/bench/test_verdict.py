@@ -77,8 +77,6 @@ def said(given: dict[str, list[list[Turned]]], point: Any = None, compared: str 
         ({DEFAULT: turns(0.4, 0.4, 0.4, figures=dict.fromkeys(REPORT) | {"plain_ddp": "it is faster"})}, "ddp"),
         # sends everything
         ({DEFAULT: turns(0.4, 0.4, 0.4, figures=REPORT | {"achieved_density": 1.0})}, "ddp"),
-        # measured in its first, dense steps
-        ({DEFAULT: turns(0.4, 0.4, 0.4, figures=dict.fromkeys(REPORT))}, "ddp"),
         ({"powersgd": turns(0.3, 0.3, 0.3)}, "ddp"),
         ({DEFAULT: turns(0.4)}, DEFAULT),  # stopped in the second round
     ],
@@ -118,11 +116,6 @@ def test_the_best_dense_row_is_named_beside_the_users() -> None:
     verdict = judge(figures_of(given), given, (2.1e9, None), DEFAULT, "ddp-bf16")
     assert "4.00 times as fast as ddp (1.00 s), 2.00 times as fast as ddp-bf16." in verdict.sentences[0]
     assert any("above about 2.1 Gbit/s per machine: ddp-bf16 is as fast there" in each for each in verdict.sentences)
-
-
-def test_a_row_of_dense_steps_is_not_judged() -> None:
-    given = rounds(**{DEFAULT: turns(0.4, 0.4, 0.4, figures=dict.fromkeys(REPORT))})
-    assert "saf-pooled is not judged: its first steps are dense" in " ".join(said(given).sentences)
 
 
 def test_what_is_known_of_accuracy_is_of_two_workers() -> None:
@@ -221,7 +214,7 @@ def test_the_turning_point_is_where_the_exchange_hides_by_itself() -> None:
     assert carried == pytest.approx(1e9, rel=0.01)
     # 40 MB are exchanged in half of a step of 60 ms at about 10 Gbit/s
     assert turning is not None
-    assert 2e9 < turning < 5e10
+    assert 2e9 < turning < 1e11
     more, _ = turning_point(recorded(megabytes=400.0), "saf-pooled", 0.02, "ddp")
     assert more is not None
     assert more > 1.5 * turning

@@ -61,7 +61,7 @@ def test_results_are_figures_of_the_long_pages() -> None:
         (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("results", "convergence", "benchmarks")
     )
     differences = re.findall(r"[+-][\d.]+ ± [\d.]+", results)
-    assert len(differences) == 7
+    assert len(differences) == 20
     assert [each for each in differences if each not in convergence] == []
     rows = re.findall(
         r"^\| (?:convolutions|transformer).* \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", results, re.MULTILINE

@@ -180,7 +180,7 @@ def test_notices_are_heard_when_the_window_is_settled(make: Callable[..., Cluste
 def test_notices_are_heard_after_a_dense_window_too(make: Callable[..., Cluster]) -> None:
     cluster = make()
     for controller in cluster.controllers:
-        controller.dense_windows = 3
+        controller.dense_first = True
     cluster.controllers[1].notices = int(Notice.REQUEUE)
     cluster.step(cluster.random_grads(0))
     assert [controller.heard for controller in cluster.controllers] == [0, 0]

@@ -39,8 +39,8 @@ class Signalled(TinyClassifier):
             torch.save(self.trainer.global_step, self.folder / f"heard{self.global_rank}.pt")
 
 
-class DenseAtFirst(Signalled):
-    """With an optimizer whose first steps are dense."""
+class WithAdamW(Signalled):
+    """With an optimizer whose first steps send more."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 1e-3)
@@ -62,7 +62,7 @@ class Searches(LearningRateFinder):
         (Signalled, "allgather", False),
         (Signalled, "auto", False),
         (Signalled, "allgather", True),
-        (DenseAtFirst, "auto", False),
+        (WithAdamW, "auto", False),
     ],
 )
 def test_all_ranks_hear_of_it_before_the_same_batch(

@@ -25,9 +25,9 @@ from lightning_safusion import SAFusionStrategy
 from lightning_safusion.integration.optimizer import MomentumSwitch
 from lightning_safusion.integration.pace import Pace
 from lightning_safusion.integration.parameters import suit_density
-from lightning_safusion.integration.units import DENSE_WINDOWS, SecondMoments, compares_updates, is_schedule_free
+from lightning_safusion.integration.units import SecondMoments, compares_updates, is_schedule_free
 from lightning_safusion.sparsify import AutoMemory
-from lightning_safusion.sparsify.schedule import SuitedDensity
+from lightning_safusion.sparsify.schedule import LinearRamp, SuitedDensity, opening_density
 from lightning_safusion.systems.accuracy import default_density
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -108,35 +108,22 @@ def test_parameters_without_a_second_moment() -> None:
 
 def keeping(share: float) -> Pace:
     """Steps with a share of the momentum."""
-    return Pace(lambda: 0.04 ** (1.0 - share), lambda: 1000)
+    return Pace(lambda: 0.04 ** (1.0 - share))
 
 
 def pacing(factor: float) -> Pace:
     """Steps so many times as large."""
-    return Pace(lambda: 0.05 / factor**4, lambda: 1000)
+    return Pace(lambda: 0.05 / factor**4)
 
 
 @pytest.mark.parametrize("density", [0.5, 0.05, 0.01, 0.002])
 def test_the_pace_rises_below_one_density(density: float) -> None:
-    pace = Pace(lambda: density, lambda: 1000)
-    assert pace.now == pace.factor == pytest.approx(max(1.0, (0.05 / density) ** 0.25))
-
-
-def test_steps_rise_after_the_dense_windows() -> None:
-    windows = DENSE_WINDOWS
-    pace = Pace(lambda: 0.01, lambda: windows)
-    shares = []
-    while windows < DENSE_WINDOWS + 60:
-        shares.append(pace.now / pace.factor)
-        windows += 1
-    assert shares[0] == 0.25
-    assert all(a < b for a, b in zip(shares[:50], shares[1:51], strict=True))
-    assert shares[50:] == [1.0] * 10
+    assert Pace(lambda: density).factor == pytest.approx(max(1.0, (0.05 / density) ** 0.25))
 
 
 @pytest.mark.parametrize(("density", "kept"), [(1.0, 1.0), (0.1, 0.285), (0.04, 0.0), (0.001, 0.0)])
 def test_the_momentum_that_stays_falls_with_the_density(density: float, kept: float) -> None:
-    assert Pace(lambda: density, lambda: 0).kept == pytest.approx(kept, abs=0.005)
+    assert Pace(lambda: density).kept == pytest.approx(kept, abs=0.005)
 
 
 @pytest.mark.parametrize("make", [Adam, AdamW])
@@ -166,7 +153,7 @@ def test_at_density_one_a_step_is_the_optimizers_own() -> None:
         param = nn.Parameter(torch.ones(6))
         optimizer = AdamW([param], lr=0.1)
         if switched:
-            MomentumSwitch(optimizer, lambda _: True, Pace(lambda: 1.0, lambda: 1000))
+            MomentumSwitch(optimizer, lambda _: True, Pace(lambda: 1.0))
         for _ in range(5):
             param.grad = torch.randn(6)
             optimizer.step()
@@ -243,7 +230,7 @@ def test_a_job_has_the_density_of_its_optimizer_unless_it_has_its_own() -> None:
         for options in ({}, {"density": 0.05}, {"memory": "residual"}):
             strategy = SAFusionStrategy(collective="allgather", **options)  # type: ignore[arg-type]
             trainer(strategy, max_steps=1).fit(adamw(), classification())
-            found.append(strategy.report()["density"])
+            found.append(strategy.settings.density.lasting())
         return found
 
     assert run_launched(2, run) == [[0.02, 0.05, 0.25]] * 2
@@ -288,21 +275,14 @@ def adamw(**options: Any) -> TinyClassifier:
     return model
 
 
-@pytest.fixture
-def few_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two dense windows: short trainings have others as well."""
-    monkeypatch.setattr("lightning_safusion.integration.optimizer.DENSE_WINDOWS", 2)
-
-
 def weights(**options: Any) -> list[Tensor]:
-    """After two dense steps and four others."""
+    """After six steps."""
     model = adamw()
     parts: dict[str, Any] = {"density": 0.05, "collective": "allgather"}
     trainer(SAFusionStrategy(**(parts | options)), max_steps=6).fit(model, classification())
     return [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.usefixtures("few_dense")
 @pytest.mark.parametrize("collective", ["allgather", "hierarchical", "hierarchical-sharded"])
 def test_the_default_compares_updates_of_adamw(caplog: pytest.LogCaptureFixture, collective: str) -> None:
     def run(rank: int) -> Any:
@@ -318,32 +298,36 @@ def test_the_default_compares_updates_of_adamw(caplog: pytest.LogCaptureFixture,
         assert torch.equal(default, other)
     assert not all(torch.equal(a, b) for a, b in zip(first[0], first[2], strict=True))
     assert "Elements are compared by how far they would move" in first[3]
+    assert "; the first 33 steps send more; " in first[3]
 
 
-def test_the_first_windows_are_dense() -> None:
+def test_the_first_windows_send_more() -> None:
     class Noting(Callback):
         def __init__(self) -> None:
-            self.sparse: list[bool] = []
+            self.densities: list[float] = []
 
         def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            record = trainer.strategy.record  # type: ignore[attr-defined]  # of this strategy
-            self.sparse.append(bool(record.selected_from))
+            report = trainer.strategy.report()  # type: ignore[attr-defined]  # of this strategy
+            self.densities.append(report["density"])
+            assert report["achieved_density"] < 0.5
 
-    def run(rank: int) -> list[list[bool]]:
+    def run(rank: int) -> list[list[float]]:
         noted = []
-        for units, steps in (("auto", DENSE_WINDOWS + 2), ("gradient", 2)):
+        schedule = LinearRamp(0.08, 0.04, 2)
+        for units, density in (("auto", 0.15), ("gradient", 0.15), ("auto", schedule)):
             noting = Noting()
-            strategy = SAFusionStrategy(density=0.05, collective="allgather", select_by=units)
-            trainer(strategy, max_epochs=2, max_steps=steps, callbacks=[noting]).fit(adamw(), classification())
-            noted.append(noting.sparse)
+            strategy = SAFusionStrategy(density=density, collective="allgather", select_by=units)
+            trainer(strategy, max_epochs=2, max_steps=16, callbacks=[noting]).fit(adamw(), classification())
+            noted.append(noting.densities)
         return noted
 
-    for update, gradient in run_launched(2, run):
-        assert update == [False] * DENSE_WINDOWS + [True] * 2
-        assert gradient == [True] * 2
+    for update, gradient, own in run_launched(2, run):
+        assert update == [max(0.15, opening_density(step)) for step in range(16)]
+        assert update[0] > update[-1] == 0.15
+        assert gradient == [0.15] * 16
+        assert own == pytest.approx([0.08, 0.06, *[0.04] * 14])  # the user's own schedule stays as it is
 
 
-@pytest.mark.usefixtures("few_dense")
 @pytest.mark.parametrize("collective", ["allgather", "sharded"])
 @pytest.mark.parametrize("wire", ["fp32", "q4"])
 def test_what_is_learned_does_not_depend_on_the_plan(wire: str, collective: str) -> None:
@@ -356,7 +340,6 @@ def test_what_is_learned_does_not_depend_on_the_plan(wire: str, collective: str)
         assert all(torch.equal(a, b) for a, b in zip(single, other, strict=True))
 
 
-@pytest.mark.usefixtures("few_dense")
 def test_nothing_holds_an_optimizer_after_training() -> None:
     def run(rank: int) -> bool:
         model = adamw()

@@ -14,6 +14,7 @@ from lightning_safusion.sparsify import (
     LinearRamp,
     resolve_density,
 )
+from lightning_safusion.sparsify.schedule import opening_density, opening_steps
 
 
 def test_dgc_warmup_of_the_paper() -> None:
@@ -107,3 +108,12 @@ def test_other_arguments_are_checked() -> None:
         DGCWarmup(0.1, coefficient=1.5)
     with pytest.raises(ValueError, match="got 2"):
         DGCWarmup(0.1, values=[2.0])
+
+
+def test_elements_wait_for_half_of_the_first_steps_at_most() -> None:
+    densities = [opening_density(step) for step in range(1000)]
+    assert densities[:11] == [0.2] * 11
+    assert densities == sorted(densities, reverse=True)
+    assert all(0.84 * 2 / step < density < 1.19 * 2 / step for step, density in enumerate(densities[11:], 12))
+    assert len({*densities[:95]}) == 7  # each is a plan
+    assert (opening_steps(0.2), opening_steps(0.02), opening_steps(0.001)) == (0, 95, 2152)

@@ -267,7 +267,9 @@ def _compensation(span: Span) -> Work:
 
 
 def _packing(span: Span) -> dict[str, Work]:
-    """From keys to messages."""
+    """From keys to messages; nothing for one worker, which has nobody to send to."""
+    if not span.elements:
+        return {}
     n, k, c = span.elements, span.entries, span.candidates
     levels = len(span.digits) - 1
     told = _LISTED * c if listed(span.digits) else 0.0

@@ -94,8 +94,6 @@ def test_fused_kernels_average_as_the_cpu_does(monkeypatch: pytest.MonkeyPatch) 
         controller.fused.serves = False
     for engines in (late, usual):
         engines.carry_momentum([torch.optim.AdamW(params)], params)
-        for controller in engines.controllers:
-            controller.dense_windows = 1
     for _ in range(4):
         drawn = [[torch.randn(spec.numel, generator=generator) for spec in some] for _ in range(3)]
         means = late.average([[grad.clone() for grad in mine] for mine in drawn])
@@ -198,4 +196,4 @@ def test_engines_suit_the_optimizer(make: Callable[..., Engines], optimizer: Any
     for controller in engines.controllers:
         assert (controller.space.selector.units is not None) == divides
         assert (controller.space.memory.decay < 1) == divides
-        assert (controller.dense_windows > 0) == divides
+        assert controller.by_update == divides
