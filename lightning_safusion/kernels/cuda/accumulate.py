@@ -97,7 +97,7 @@ def compensate(
         finite = magnitudes(g) < INFINITE
         x = tl.where(finite, decay * r + g * unscale, r)
         tl.store(memory + offsets, x, mask=inside)
-        bad |= (~finite).to(tl.int32)
+        bad |= tl.where(finite, 0, 1)  # Triton 3.2 cannot interpret "not" of a mask
         if lane != -1:
             # named: old versions of Triton allow no call in a branch in a loop that returns something, but for this
             _held = store_float((message + lane).to(tl.int64), offsets - first, x * share, inside, GRAD)

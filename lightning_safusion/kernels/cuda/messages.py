@@ -57,7 +57,7 @@ def _first_at_least(indices: tl.tensor, valid: tl.tensor, targets: tl.tensor, st
         middle = (low + high) // 2
         below = tl.load(indices + middle, mask=open_, other=0) < targets
         low = tl.where(open_ & below, middle + 1, low)
-        high = tl.where(open_ & ~below, middle, high)
+        high = tl.where(open_, tl.where(below, high, middle), high)
     return low
 
 
