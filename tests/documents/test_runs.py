@@ -30,7 +30,7 @@ EXCEPTIONS = {
         r"safusion (bench|demo)\b|python -m lab (selection|native|hook|window|numerics|callbacks|missing-rate)\b"
         r"|python -m lab (perplexity|experiments$|break-even|convergence (--output|--tasks|--study))|SAFUSION_CUDA_"
     ),
-    "needs a GPU, or Triton's compiler for minutes": r"python3? -m lab (gpu|kernels)\b",
+    "needs a GPU, or Triton's compiler for minutes": r"python3? -m lab (gpu|kernels|launches)\b",
     "stands for something of the reader's": (
         r"safusion (…|(trace|timeline) RUN_DIR|report RUN$|plan --device FILE|plan --output DIR)|python -m lab …"
     ),
