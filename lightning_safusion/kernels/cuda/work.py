@@ -67,11 +67,11 @@ class Loop(NamedTuple):
 #: By kernel; "by update": where moments of the optimizer are read. Items of ``"narrow"``, ``"count_chunks"`` and
 #: ``"write"`` are candidates.
 LOOPS: dict[str, Loop] = {
-    "compensate": Loop(307, 174, 128, 1024),
+    "compensate": Loop(296, 159, 128, 1024),
     "compensate by update": Loop(660, 317, 128, 1024),
     "collect": Loop(257, 651, 128, 1024),
     "narrow": Loop(148, 452, 128, 512),
-    "count_chunks": Loop(57, 552, 128, 512),
+    "count_chunks": Loop(57, 511, 128, 512),
     "write": Loop(574, 266, 128, 512),
     "pack": Loop(74, 554, 128, 512),
     "decode": Loop(227, 488, 128, 256),
