@@ -198,7 +198,7 @@ class Engine:
         density = self.next_density
         if density != self.space.quotas.density:
             self.space.set_density(density)
-            self.planner.invalidate()
+            self.planner.invalidate(opening=self.by_update and self.density.opens)
         plain = self.dense
         plan = self.planner.plan(self.space.shape) if self.order_known and not plain else None
         ticking = False

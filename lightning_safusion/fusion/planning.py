@@ -115,15 +115,18 @@ class Planner:
             self._describe(self.current, shape)
         return self.current
 
-    def invalidate(self, order_changed: bool = False) -> None:
+    def invalidate(self, order_changed: bool = False, opening: bool = False) -> None:
         """Drops the plan: quotas have changed, or the order (then measured times are dropped as well)."""
         self.current = self._search = self._tick_costs = self._trials.pending = None
         self._handover.drop()
         self._spans.restart()
+        on_trial = self._schedule.cadence.on_trial
         if order_changed:
             self._profile = self._recorder = self._trials.broken = None
-        if order_changed != self._schedule.cadence.on_trial:
-            self._schedule.restart()  # the one plan was made for another order; or plans are reviewed often again
+            if not on_trial:
+                self._schedule.restart()  # the one plan was made for another order
+        if opening and on_trial:
+            self._schedule.restart()  # plans are reviewed often again; under a ramp they would never be
 
     def fuse(self, shape: JobShape, start: int, stop: int) -> list[Group]:
         """The buffers of the tensors at places ``[start, stop)``, which a tick has found ready on all ranks."""
