@@ -129,3 +129,15 @@ def test_an_ascent_leaves_the_weights() -> None:
     training._backward(training._data.shards(0, 1)[0])
     assert all(torch.equal(param, was) for param, was in zip(training.params, before, strict=True))
     assert not torch.allclose(training.params[0].grad, means(replace(task, sam=0.0))[0].view_as(before[0]))  # type: ignore[arg-type]
+
+
+def test_one_cycle_is_that_of_torch() -> None:
+    task = TASKS["bytes-onecycle"]
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], task.lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.lr, total_steps=task.steps)
+    for step in range(task.steps):
+        (group,) = optimizer.param_groups
+        assert (group["lr"], group["betas"][0]) == pytest.approx((task.lr * task.rate(step), task.beta1(step)))
+        optimizer.step()
+        if step + 1 < task.steps:
+            schedule.step()
