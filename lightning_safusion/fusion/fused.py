@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
@@ -234,10 +234,15 @@ class FusedPath:
 
     Args:
         device: Where the buffers live.
+
+    Attributes:
+        announce: Called with a line when PyTorch's operations select from a buffer, once for each reason.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.announce: Callable[[str], None] | None = None
+        self._named: set[str] = set()  # reasons that were announced
         self._scaled: tuple[Tensor, Tensor] | None = None  # a window's factor; and with its reciprocal
         self._workspace: Workspace | None = None
         self._owning: Workspace | None = None
@@ -260,18 +265,29 @@ class FusedPath:
     def shipment(self, buffer: Buffer, window: Window, selector: Selector) -> Shipment:
         """A buffer in a window; fused where kernels serve all of its parts."""
         memory, exchange = buffer.memory, buffer.exchange
-        if not isinstance(memory, ResidualMemory) or not _served(buffer) or not self.serves:
-            return Shipment(buffer, window)
-        if isinstance(exchange, SparseAllGather):
-            made = buffer.constant("kernels", lambda: self._kernels(buffer, exchange, selector))
-            if made is not None:
-                shipment, kernels = made
-                return shipment(buffer, window, memory, kernels, self._scales(window))
-        if isinstance(exchange, ShardedExchange):
-            owner = buffer.constant("kernels", lambda: self._owner_kernels(buffer, exchange, selector))
-            if owner is not None:
-                return OwnerShipment(buffer, window, memory, exchange, owner, self._scales(window))
+        if isinstance(memory, ResidualMemory) and _served(buffer) and self.serves:
+            if isinstance(exchange, SparseAllGather):
+                made = buffer.constant("kernels", lambda: self._kernels(buffer, exchange, selector))
+                if made is not None:
+                    shipment, kernels = made
+                    return shipment(buffer, window, memory, kernels, self._scales(window))
+            if isinstance(exchange, ShardedExchange):
+                owner = buffer.constant("kernels", lambda: self._owner_kernels(buffer, exchange, selector))
+                if owner is not None:
+                    return OwnerShipment(buffer, window, memory, exchange, owner, self._scales(window))
+        if self.announce is not None and buffer.segments is not None:
+            self._name(buffer, self.announce)
         return Shipment(buffer, window)
+
+    def _name(self, buffer: Buffer, announce: Callable[[str], None]) -> None:
+        """Says what of a buffer the kernels do not know, if it is new."""
+        what = _unknown(buffer)
+        if what not in self._named:
+            self._named.add(what)
+            announce(
+                f"there are no fused kernels for {what}: PyTorch's operations, which sort all elements of a buffer, "
+                f"take their place there, now for {buffer.title}"
+            )
 
     def _scales(self, window: Window) -> Tensor:
         """float32 [2], the factor of the loss in a window, and its reciprocal."""
@@ -366,6 +382,16 @@ def _shard_tables(buffer: Buffer, exchange: ShardedExchange, selector: Selector)
 def _served(buffer: Buffer) -> bool:
     """Whether memory, types and length are those that kernels know."""
     return type(buffer.memory) in RESIDUALS and buffer.dtypes <= {*KINDS} and 0 < buffer.edges[-1] <= MOST_ELEMENTS
+
+
+def _unknown(buffer: Buffer) -> str:
+    """What kernels do not know of a buffer of a job whose parts they all know."""
+    exchange = buffer.exchange
+    if buffer.edges[-1] > MOST_ELEMENTS:
+        return f"buffers of more than {MOST_ELEMENTS} elements"
+    if isinstance(exchange, SparseAllGather) and exchange.codec is not None:
+        return f"messages in {exchange.codec.layout}-{exchange.codec.values.name}"
+    return "dense tensors in float16, or of several types, with shards"
 
 
 def _estimates_thresholds(sparsifier: Sparsifier) -> bool:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
-
 from lightning_safusion.comm.catalogue import Collective
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
-from lightning_safusion.comm.wire.formats import resolve_codec
+from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.fusion.fused import RESIDUALS
-from lightning_safusion.fusion.layout import Layout, TensorSpec
-from lightning_safusion.fusion.quota import tensor_quotas
+from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.kernels.cuda import MOST_ELEMENTS
 from lightning_safusion.kernels.cuda.tables import KINDS
 from lightning_safusion.sparsify.basic import TopK
 
 
 def left_to_torch(settings: EngineSettings, specs: Sequence[TensorSpec], collective: Collective) -> list[str]:
-    """What PyTorch's operations do for a job because the kernels do not know it; empty if they serve all of it.
+    """What PyTorch's operations do in all buffers of a job because the kernels do not know it; empty if nothing.
+
+    Of which buffers kernels do not write the messages is known only when these are planned: see :class:`FusedPath`.
 
     Args:
         settings: Of the job.
@@ -42,22 +39,8 @@ def left_to_torch(settings: EngineSettings, specs: Sequence[TensorSpec], collect
         )
     elif exchange is ShardedExchange and type(settings.compressor) is not TopK:
         found.append(f"compressor={settings.compressor.name!r} with shards")
-    if not _has_kernels(settings, specs):
-        found.append(f"wire={settings.wire!r} at a density of {settings.density(0, 0):.3g}")
+    layout, width = settings.wire.rpartition("-")[0], value_format(settings.wire).width
+    if width < 4 or layout not in ("", EliasFanoCodec.layout):
+        found.append(f"wire={settings.wire!r}")
     unknown = {spec.dtype for spec in specs} - {*KINDS}
     return found + [f"gradients in {str(dtype).removeprefix('torch.')}" for dtype in sorted(unknown, key=str)]
-
-
-def _has_kernels(settings: EngineSettings, specs: Sequence[TensorSpec]) -> bool:
-    """Whether kernels write and read messages of the wire format, for the whole model."""
-    quotas = tensor_quotas(Layout(tuple(specs)), settings.compressor, settings.density(0, 0))
-    sparse = ~quotas.dense
-    numel = sum(spec.numel for spec, own in zip(specs, sparse, strict=True) if own)
-    count = int(quotas.counts[sparse].sum())
-    if not count:
-        return True
-    parts = 1 + numel // MOST_ELEMENTS  # buffers are shorter than all tensors together may be
-    numel, count = numel // parts, max(1, count // parts)
-    codec = resolve_codec(settings.wire, numel, count, torch.float32)
-    ends = np.array([0]), np.array([numel])
-    return isinstance(codec, EliasFanoCodec) and codec.message(*ends, codec.nbytes, 0, 0) is not None

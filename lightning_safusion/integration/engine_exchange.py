@@ -112,12 +112,13 @@ class EngineExchange(GradientExchange):
         self.engine.observers = observers
 
     def _say_what_torch_does(self, specs: Sequence[TensorSpec]) -> None:
-        """One line, where buffers have no fused kernels."""
+        """One line, where buffers have no fused kernels; of some buffers only they are known when one is sent."""
         if not self.engine.fused.serves:
             why = "Triton, which needs a C compiler, cannot start here"
         elif found := left_to_torch(self.settings, specs, self.engine.space.collective):
             why = f"there are no fused kernels for {' and '.join(found)}"
         else:
+            self.engine.fused.announce = announce
             return
         announce(f"PyTorch's operations, which sort all elements of a buffer, select on the device, because {why}")
 

@@ -40,10 +40,10 @@ def test_values_that_hinder_are_named(name: str, values: tuple[str, ...], harmle
     assert not any(hindrances({"PATH": "/bin", name: value}) for value in harmless)
 
 
-def build(device: torch.device, transport: Transport | None = None, **parts: Any) -> None:
+def build(device: torch.device, transport: Transport | None = None, **parts: Any) -> EngineExchange:
     choice, options = Choice(Mode.ENGINE), {"static_graph": False}
     chosen = settings(**({"collective": "allgather"} | parts))
-    EngineExchange(chosen, specs(), choice, transport or SoloTransport(), device, 0, options, True, True, [])
+    return EngineExchange(chosen, specs(), choice, transport or SoloTransport(), device, 0, options, True, True, [])
 
 
 def engine(chosen: EngineSettings, _: Any, transport: Transport, *__: Any, **___: Any) -> Any:
@@ -79,6 +79,12 @@ def test_parts_without_fused_kernels_are_named_at_the_start(lines: list[str], mo
     with fake_cuda(monkeypatch) as device:
         build(device)
     assert ["no fused kernels for memory='dgc' and offload=True" in line for line in lines] == [True]
+
+
+def test_buffers_without_fused_kernels_are_named_later(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_cuda(monkeypatch) as device:
+        build(device).engine.fused.announce("one")
+    assert lines == ["SAFusionStrategy: one."]
 
 
 def test_it_says_nothing_elsewhere(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
