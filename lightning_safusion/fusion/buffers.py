@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_safusion.comm.exchange import Exchange, TensorFlag
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.plan import Group
+from lightning_safusion.recent import Recent
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.selection.survey import Foresight, History, Selector
@@ -63,8 +64,8 @@ class Buffer:
         self.dense_pieces = [(start, stop) for start, stop, _ in self.exchange.spec.dense_runs]
         self.history = None if self.segments is None else History(self.segments)
         self._constants: dict[Hashable, Any] = {}
-        #: Cuts without tensors that were absent, the latest last: each has constants on the device.
-        self._absences: dict[tuple[int, ...], History] = {}
+        #: Cuts without tensors that were absent: each has constants on the device.
+        self._absences = Recent[tuple[int, ...], History](_ABSENCES)
 
     @cached_property
     def all_fresh(self) -> Tensor:
@@ -138,12 +139,7 @@ class Buffer:
 
         if not absent:
             return self.constant(("without", *sorted(early)), cut)
-        missing = tuple(sorted({*absent, *early}))
-        known = self._absences.pop(missing, None) or cut()
-        while len(self._absences) >= _ABSENCES:
-            del self._absences[next(iter(self._absences))]
-        self._absences[missing] = known
-        return known
+        return self._absences.get(tuple(sorted({*absent, *early})), cut)
 
     def constant(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value that ``make`` returns, made once for each key."""

@@ -195,18 +195,18 @@ def test_a_graph_is_not_used_after_the_device_was_told_anew(monkeypatch: pytest.
     used: list[torch.Tensor] = []
 
     def capture(work: Work) -> Work:
-        used.append(rank.kernels.addresses)  # a graph has its address
+        used.append(rank.kernels.located.addresses)  # a graph has its address
         return lambda: None
 
     monkeypatch.setattr(buffer, "recorded", lambda device: Recorded(capture))
     rank = Rank.of(Case((100, 40)), 0, 1, [0, 0])
-    kernels, weighing = rank.kernels, rank.weighing
-    for weighed in (weighing, weighing, weighing, None, weighing, weighing):
-        kernels.locate(rank.grads, weighed)
-        if weighed is not None:
-            kernels.select(DECAY, weighed)
+    kernels, weighing, moved = rank.kernels, rank.weighing, [grad.clone() for grad in rank.grads]
+    for grads in (rank.grads, rank.grads, rank.grads, moved, moved):
+        kernels.locate(grads, weighing)
+        kernels.select(DECAY, weighing)
     assert len(used) == 2
-    assert used[-1] is kernels.addresses
+    assert used[-1] is kernels.located.addresses
+    assert used[0] is not used[1]
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

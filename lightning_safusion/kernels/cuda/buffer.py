@@ -14,8 +14,10 @@ from lightning_safusion.kernels.cuda import commit, decode, digits, encode
 from lightning_safusion.kernels.cuda.elements import FRESH, ROOM, SUMS
 from lightning_safusion.kernels.cuda.graphs import Recorded, recorded
 from lightning_safusion.kernels.cuda.launch import address_of, launch
+from lightning_safusion.kernels.cuda.located import Located, grouped
 from lightning_safusion.kernels.cuda.tables import ANY_VALUES, FOUR_BITS, KINDS, Message, Runs, Tables
 from lightning_safusion.kernels.cuda.workspace import Constants, Weighing, Workspace
+from lightning_safusion.recent import Recent
 from lightning_safusion.sparsify.selection.view import device_constant
 
 __all__ = ["BufferKernels", "Packer", "Weighing", "WindowKernels", "Workspace", "probe"]
@@ -23,6 +25,7 @@ __all__ = ["BufferKernels", "Packer", "Weighing", "WindowKernels", "Workspace", 
 #: Elements that a program of the kernels holds at a time, and entries, in groups of 32, and bits of a message.
 BLOCK, GROUPS, BITS = 1024, 16, 256
 _ITEMS = 512  # of its candidates
+_TURNS = 4  # sets of tensors, each of an optimizer, that take turns without being told to the device again
 _HEADERS = 16  # bytes before the headers in what the host reads
 
 
@@ -166,19 +169,14 @@ class BufferKernels:
         #: float32, what narrow gradients cannot hold of the means.
         self._errors = torch.zeros(int(narrow.sum()), dtype=torch.float32, device=memory.device)
         self._error_places = 4 * (narrow.cumsum() - narrow)
-        self._known: tuple[object, ...] | None = None  # the host's copy of addresses and epsilons
+        self.located: Located  #: of this window
+        self._known: tuple[object, ...] | None = None  # the host's copy of it
+        self._recent = Recent[tuple[object, ...], Located](_TURNS)
+        self._whole = True  # constants are those of a window in which all rows send something
         #: float32 [2], the factor of the loss that gradients carry, and its reciprocal.
         self.scales = workspace.unscaled
         #: int32 [1], what is wrong with a window of which the host decides; 0 if nothing is.
         self.status = torch.zeros(1, dtype=torch.int32, device=memory.device)
-        self._flags: Tensor | None = None  # int32 [T], where they are not those of almost every window
-        self._silent: list[Tensor] = []  # dense lanes of which nothing is sent
-        self._left: tuple[int, ...] = ()
-        self._places = np.zeros(0, np.int64)  # where means are added up
-        self._told = 0  # how often the device was told others: tables of its own, to which graphs point
-        self.addresses = torch.empty(0, dtype=torch.int64)
-        self._epsilons = torch.empty(0, dtype=torch.float32)
-        self._launches: list[tuple[int, int, Tensor, int]] = []  # kinds of gradients and moments, and their chunks
 
     def _by_kind(self, tables: Tables) -> list[tuple[int, Tensor, int]]:
         """Kinds of gradients, their tiles, and how many these are."""
@@ -196,50 +194,55 @@ class BufferKernels:
             flags: uint8 [T] of ``TensorFlag``: only tensors that are fresh, and nothing else, are added and sent.
                 None: all are.
         """
-        grads = tuple(map(address_of, gradients))
-        marked = None if flags is None else flags.tobytes()
-        known: tuple[object, ...] = (grads, marked)
+        grads, moments, kinds = tuple(map(address_of, gradients)), tuple[int, ...](), tuple[int, ...]()
         if weighing is not None:
             moments = tuple(0 if moment is None else address_of(moment) for moment in weighing.moments)
             kinds = tuple(-1 if moment is None else KINDS.index(moment.dtype) for moment in weighing.moments)
-            known = (grads, marked, moments, kinds, tuple(weighing.epsilons))
-        if known == self._known:
-            return
-        tables = self.tables
-        table, of = np.zeros((4, tables.number), np.int64), tables.tensors_of
+        epsilons = () if weighing is None else tuple(weighing.epsilons)
+        known = grads, moments, kinds, epsilons, None if flags is None else flags.tobytes()
+        if known != self._known:
+            self._use(self._recent.get(known, lambda: self._described(grads, moments, kinds, epsilons, flags)))
+            self._known = known
+
+    def _described(
+        self,
+        grads: Sequence[int],
+        moments: Sequence[int],
+        moment_kinds: Sequence[int],
+        epsilons: Sequence[float],
+        flags: np.ndarray | None,
+    ) -> Located:
+        """Addresses, kinds and epsilons of tensors; of none if keys are not compared in other units."""
+        tables, of = self.tables, self.tables.tensors_of
+        table, kinds, own = np.zeros((4, tables.number), np.int64), np.full(tables.number, -1), np.zeros(tables.number)
         table[0] = np.array(grads, np.int64)[of] + tables.inside * _WIDTHS[tables.kinds]
         table[2] = self._lanes()
         table[3] = np.where(tables.kinds > 0, address_of(self._errors) + self._error_places, table[0])
-        epsilons, moment_kinds = np.zeros(tables.number, np.float32), np.full(tables.number, -1)
-        if weighing is not None:
-            moment_kinds[:], epsilons[:] = np.array(kinds)[of], np.array(weighing.epsilons)[of]
-            there = np.array(moments, np.int64)[of]
-            table[1] = np.where(there != 0, there + tables.inside * _WIDTHS[moment_kinds], 0)
-        taken = np.ones(tables.number, bool) if flags is None else (flags == FRESH.value)[of]
-        self._tell(table, epsilons, moment_kinds, weighing is not None, taken)
-        self._mark(flags, taken)
-        self._known, self._places, self._left = known, table[SUMS.value], ()
-        self._told += 1
+        if moments:
+            kinds, own, there = (np.array(each)[of] for each in (moment_kinds, epsilons, moments))
+            table[1] = np.where(there != 0, there + tables.inside * _WIDTHS[kinds], 0)
+        return self._told(table, own.astype(np.float32), kinds, bool(moments), flags)
 
     def leave(self, tensors: Sequence[int]) -> None:
-        """Leaves the gradients of these tensors as they are, and the residual, until other gradients are located."""
-        if self._left != (left := tuple(tensors)):
-            places = np.where(np.isin(self.tables.tensors_of, left), 0, self._places)
-            self.addresses[SUMS.value].copy_(device_constant(places, self.memory.device))
-            self._left = left
+        """Leaves the gradients of these tensors as they are, and the residual, until it is told of others."""
+        located, left = self.located, tuple(tensors)
+        if located.left != left:
+            places = np.where(np.isin(self.tables.tensors_of, left), 0, located.places)
+            located.addresses[SUMS.value].copy_(device_constant(places, self.memory.device))
+            located.left = left
 
-    def _mark(self, flags: np.ndarray | None, taken: np.ndarray) -> None:
-        """Says which rows send something, if that is not known: flags of tensors, and bool of rows."""
-        if flags is None and self._flags is None:
-            return
-        tables, constants, device = self.tables, self.constants, self.memory.device
-        tensors, described, self.packer.room = tables.of_some(taken)
-        constants.tensors.copy_(device_constant(tensors, device))
-        constants.shape.copy_(device_constant(described, device))
-        self._flags = None if flags is None else device_constant((flags ^ FRESH.value).astype(np.int32), device)
-        memory, lanes = self._lane_memory()
-        ends = lanes + tables.sizes * _WIDTHS[tables.kinds]
-        self._silent = [memory[lanes[row] : ends[row]] for row in np.flatnonzero(~taken & (lanes != -1)).tolist()]
+    def _use(self, located: Located) -> None:
+        """Says which rows send something, if that is not known."""
+        whole = located.flags is None
+        if not whole or not self._whole:
+            if located.constants is None:
+                *arrays, room = self.tables.of_some(located.taken)
+                tensors, shape = (device_constant(array, self.memory.device) for array in arrays)
+                located.constants = tensors, shape, room
+            tensors, shape, self.packer.room = located.constants
+            self.constants.tensors.copy_(tensors)
+            self.constants.shape.copy_(shape)
+        self.located, self._whole = located, whole
 
     def _lane_memory(self) -> tuple[Tensor, np.ndarray]:
         """Memory with dense lanes, uint8, and where in it those of the rows begin; -1 for none."""
@@ -249,28 +252,36 @@ class BufferKernels:
         """int64 [T], bytes from the origin of lanes to each, -1 for none."""
         return self.tables.lanes
 
-    def _tell(
-        self, table: np.ndarray, epsilons: np.ndarray, moment_kinds: np.ndarray, weighed: bool, taken: np.ndarray
-    ) -> None:
+    def _told(
+        self, table: np.ndarray, epsilons: np.ndarray, moment_kinds: np.ndarray, weighed: bool, flags: np.ndarray | None
+    ) -> Located:
         """Copies addresses to the device, and groups launches by the kinds of gradients and moments."""
-        device, kinds = self.memory.device, self.tables.kinds
-        self.addresses, self._epsilons = device_constant(table, device), device_constant(epsilons, device)
-        self._launches = []
+        tables, device, different = self.tables, self.memory.device, None
+        kinds, taken = tables.kinds, np.ones(tables.number, bool)
+        if flags is not None:
+            taken = (flags == FRESH.value)[tables.tensors_of]
+            different = device_constant((flags ^ FRESH.value).astype(np.int32), device)
+        launches = []
         for kind in sorted({*kinds.tolist()}):
             for moment, members in grouped(moment_kinds, (kinds == kind) & taken, weighed):
                 if members.all():
                     chunks, count = self.constants.chunks, self.constants.chunks.shape[1]
                 else:
-                    part = self.tables.chunks_of(np.flatnonzero(members).tolist())
+                    part = tables.chunks_of(np.flatnonzero(members).tolist())
                     chunks, count = device_constant(part, device), part.shape[1]
-                self._launches.append((kind, moment, chunks, count))
+                launches.append((kind, moment, chunks, count))
+        memory, lanes = self._lane_memory()
+        ends = lanes + tables.sizes * _WIDTHS[kinds]
+        silent = [memory[lanes[row] : ends[row]] for row in np.flatnonzero(~taken & (lanes != -1)).tolist()]
+        arrays = device_constant(table, device), device_constant(epsilons, device)
+        return Located(*arrays, launches, table[SUMS.value], taken, different, silent)
 
     # -- from gradients to a message ---------------------------------------------------------------------------------
 
     def select(self, decay: float, weighing: Weighing | None) -> None:
         """Adds the gradients to the residual, and finds what is sent of the sum."""
         keys = self.memory.view(torch.int32) if weighing is None else weighing.keys
-        key = self._told, decay, address_of(keys), address_of(self.scales), self.packer.workspace.moves
+        key = self.located, decay, address_of(keys), address_of(self.scales), self.packer.workspace.moves
         self._selection.run(key, lambda: self._select(decay, keys))
         self.packer.selected = True
 
@@ -282,12 +293,13 @@ class BufferKernels:
     def _compensate(self, decay: float, keys: Tensor, *, known: bool = False) -> None:
         """Adds the gradients to the residual, and counts the first digit of keys, unless what is sent is known."""
         bits = self.tables.digits[0] if self.tables.room and not known else 0
-        if self._flags is not None:
-            self.packer.flags.copy_(self._flags)
-        if self._silent:
-            torch._foreach_zero_(self._silent)
-        for kind, moment, chunks, count in self._launches:
-            arrays = self.constants.tensors, self.addresses, self._epsilons, self.scales
+        located = self.located
+        if located.flags is not None:
+            self.packer.flags.copy_(located.flags)
+        if located.silent:
+            torch._foreach_zero_(located.silent)
+        for kind, moment, chunks, count in located.launches:
+            arrays = self.constants.tensors, located.addresses, located.epsilons, self.scales
             counted = self.packer.flags, self.packer.histogram, self.origin
             sizes = decay, self.share, self.tables.number, count
             options = {"GRAD": kind, "MOMENT": moment, "BITS": bits, "BLOCK": BLOCK}
@@ -304,7 +316,7 @@ class BufferKernels:
         constants, number = self.constants, self.tables.number
         received, words = self.received.view(torch.int32), len(self.sent) // 4
         for kind, tiles, count in self._tiles:
-            arrays = self.memory, tiles, constants.tensors, self.addresses, constants.shape, self.scales, status
+            arrays = self.memory, tiles, constants.tensors, self.located.addresses, constants.shape, self.scales, status
             factors, strides = (decay, 1.0 / self.world), (words, 4 * words, self.world, self.world)
             launch(
                 decode.decode, count, received, self.sent, self.received, *arrays, *factors, *strides, number, number,
@@ -316,7 +328,7 @@ class BufferKernels:
         tables, narrow = self.tables, np.flatnonzero(self.tables.kinds > 0)
         begins = (start + tables.edges[narrow]).tolist()
         errors = self._errors.split(tables.sizes[narrow].tolist())
-        written = ~np.isin(tables.tensors_of[narrow], self._left)
+        written = ~np.isin(tables.tensors_of[narrow], self.located.left)
         rows = zip(written, begins, errors, strict=True)
         return [(begin, begin + len(error), error) for known, begin, error in rows if known]
 
@@ -330,7 +342,7 @@ class BufferKernels:
 
     def parts(self, place: int) -> Iterator[tuple[np.ndarray, list[int]]]:
         """What the end of a window is told of this buffer, whose headers it puts at a place: tiles, and their row."""
-        held = self.sent, self.constants.shape, self.constants.tensors, self.addresses, self.memory
+        held = self.sent, self.constants.shape, self.constants.tensors, self.located.addresses, self.memory
         reported = self.world, len(self.sent), self.tables.heads, place
         row = [*map(address_of, held), 0, self.tables.number, 0, address_of(self.received), *reported]
         yield self.tables.tiles, row
@@ -338,19 +350,6 @@ class BufferKernels:
 
 # Bytes of an element by its kind; the last is of no kind.
 _WIDTHS = np.array([*(kind.itemsize for kind in KINDS), 0])
-
-
-def grouped(moments: np.ndarray, own: np.ndarray, weighed: bool) -> Iterator[tuple[int, np.ndarray]]:
-    """Kinds of moments, and those of some rows that are launched together; without moments goes with any.
-
-    Args:
-        moments: int64 [T], kinds; -1 for none.
-        own: bool [T], the rows.
-        weighed: Keys are compared.
-    """
-    found = sorted({*moments[own].tolist()} - {-1}) or [0 if weighed else -1]
-    for place, moment in enumerate(found):
-        yield moment, own & ((moments == moment) | (moments == -1) & (place == 0))
 
 
 class WindowKernels:
@@ -367,9 +366,9 @@ class WindowKernels:
         self._device = device
         self._status = torch.zeros(2, dtype=torch.int32, device=device)
         self._turn = 0
-        self._known: tuple[object, ...] = ()
+        self._recent = Recent[tuple[object, ...], tuple[Tensor, Tensor]](_TURNS)
         self._own: list[np.ndarray] = []  # tiles of the buffers
-        self._tiles = self._buffers = self.verdicts = torch.empty(0, dtype=torch.float32)
+        self._tiles = self.verdicts = torch.empty(0, dtype=torch.float32)
 
     @property
     def status(self) -> Tensor:
@@ -384,18 +383,20 @@ class WindowKernels:
         """Takes what the buffers have sent out of their residuals, if nothing is wrong with the window."""
         places = list(accumulate((buffer.headers() for buffer in buffers), initial=_HEADERS))
         parts = [part for buffer, place in zip(buffers, places, strict=False) for part in buffer.parts(place)]
-        known, own = tuple(tuple(row) for _, row in parts), [tiles for tiles, _ in parts]
+        rows, own = [row for _, row in parts], [tiles for tiles, _ in parts]
         if len(own) != len(self._own) or any(tiles is not other for tiles, other in zip(own, self._own, strict=True)):
             self._own = own
             numbered = [np.vstack([tiles, np.full((1, tiles.shape[1]), i)]) for i, tiles in enumerate(own)]
             joined = np.ascontiguousarray(np.concatenate(numbered, axis=1), np.int32)
             self._tiles = device_constant(joined, self._device)
-        if known != self._known:
-            self._known = known
-            self._buffers = device_constant(np.array([row for _, row in parts], np.int64), self._device)
-            self.verdicts = torch.zeros(places[-1], dtype=torch.uint8, device=self._device)
+
+        def told() -> tuple[Tensor, Tensor]:
+            described = device_constant(np.array(rows, np.int64), self._device)
+            return described, torch.zeros(places[-1], dtype=torch.uint8, device=self._device)
+
+        described, self.verdicts = self._recent.get(tuple(map(tuple, rows)), told)
         count, world = self._tiles.shape[1], buffers[0].world
-        arrays = self._tiles, self._buffers, self._status, self.verdicts
+        arrays = self._tiles, described, self._status, self.verdicts
         sizes = self._turn, 1.0 / world, world, count
         kinds = {buffer.tables.message.values for buffer in buffers if buffer.tables.room}
         values = kinds.pop() if len(kinds) == 1 else ANY_VALUES if kinds else FOUR_BITS

@@ -71,7 +71,9 @@ class ThresholdKernels(BufferKernels):
     def find(self, view: KernelView, thresholds: Tensor) -> None:
         """Finds what is sent; ``thresholds``: float32 [T], of magnitudes."""
         constants, number = self.packer.constants, self.tables.number
-        quotas = view.count_above(thresholds).clamp_(min=1).minimum(self._most)
+        told = self.located.constants
+        most = self._limits if told is None else told[0][QUOTAS.value, :number]
+        quotas = view.count_above(thresholds).clamp_(min=1).minimum(most)
         upto = quotas.cumsum(0)
         constants.tensors[QUOTAS.value, :number].copy_(quotas)
         constants.tensors[SLOTS.value, :number].copy_(upto - quotas)
@@ -79,15 +81,9 @@ class ThresholdKernels(BufferKernels):
         self.packer.find(self._keys, self.memory)
         self.packer.selected = True
 
-    def _mark(self, flags: np.ndarray | None, taken: np.ndarray) -> None:
-        super()._mark(flags, taken)
-        self._most = self._limits
-        if flags is not None:
-            self._most = device_constant(np.where(taken, self.tables.limited, 0), self.memory.device)
-
     @cached_property
     def _limits(self) -> Tensor:
-        """int64 [T], most elements of each tensor; of those that take part ``_most``."""
+        """int64 [T], most elements of each tensor where all take part."""
         return device_constant(self.tables.limited, self.memory.device)
 
     @cached_property

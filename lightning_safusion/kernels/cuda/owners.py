@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lightning_safusion.kernels.cuda import buffer, decode
 from lightning_safusion.kernels.cuda import reduce as reducing
-from lightning_safusion.kernels.cuda.buffer import BITS, BufferKernels, Packer, grouped
+from lightning_safusion.kernels.cuda.buffer import BITS, BufferKernels, Packer
 from lightning_safusion.kernels.cuda.graphs import recorded
+from lightning_safusion.kernels.cuda.located import Located, Reductions, grouped
 from lightning_safusion.kernels.cuda.tables import ShardTables
 from lightning_safusion.kernels.cuda.workspace import Constants, Workspace
 from lightning_safusion.sparsify.selection.view import device_constant
@@ -69,9 +70,7 @@ class OwnerKernels(BufferKernels):
         self._owner = None if delivering is None else Packer(delivering, mail.delivering, owning)
         taken = np.isin(tables.second.tiles[0], np.flatnonzero((owners == rank) | (tables.second.lanes != -1)))
         self._taken = np.ascontiguousarray(tables.second.tiles[:, taken])
-        self._own_addresses = self._own_epsilons = torch.empty(0, dtype=torch.float32)
         self._reduction = recorded(device)
-        self._reductions: list[tuple[int, Tensor, int]] = []  # kinds of moments, tiles, and how many these are
 
     def _lanes(self) -> np.ndarray:
         lanes = self._shards.second.lanes
@@ -81,52 +80,49 @@ class OwnerKernels(BufferKernels):
     def _lane_memory(self) -> tuple[Tensor, np.ndarray]:
         return self.mail.lane.view(torch.uint8), self._shards.second.lanes
 
-    def _tell(
-        self, table: np.ndarray, epsilons: np.ndarray, moment_kinds: np.ndarray, weighed: bool, taken: np.ndarray
-    ) -> None:
-        super()._tell(table, epsilons, moment_kinds, weighed, taken)
+    def _told(
+        self, table: np.ndarray, epsilons: np.ndarray, moment_kinds: np.ndarray, weighed: bool, flags: np.ndarray | None
+    ) -> Located:
+        located = super()._told(table, epsilons, moment_kinds, weighed, flags)
         tables, device, owned = self._shards.arriving, self.memory.device, self._owned
-        if tables is None:
-            return
-        self._own_addresses = device_constant(np.ascontiguousarray(table[:, owned]), device)
-        self._own_epsilons = device_constant(epsilons[owned], device)
-        self._reductions = []
-        for moment, members in grouped(moment_kinds[owned], np.ones(len(owned), bool), weighed):
-            tiles = np.ascontiguousarray(tables.tiles[:, members[tables.tiles[0]]])
-            if tiles.shape[1]:
-                self._reductions.append((moment, device_constant(tiles, device), tiles.shape[1]))
+        if tables is not None:
+            launches = []
+            for moment, members in grouped(moment_kinds[owned], np.ones(len(owned), bool), weighed):
+                tiles = np.ascontiguousarray(tables.tiles[:, members[tables.tiles[0]]])
+                if tiles.shape[1]:
+                    launches.append((moment, device_constant(tiles, device), tiles.shape[1]))
+            addresses = device_constant(np.ascontiguousarray(table[:, owned]), device)
+            located.shard = Reductions(addresses, device_constant(epsilons[owned], device), launches)
+        return located
 
     def reduce(self) -> None:
         """Adds up its shard in what has arrived, and writes what it delivers of that."""
-        packer, constants = self._owner, self._arriving
-        if packer is not None and constants is not None:
-            key = self._told, packer.workspace.moves
-            self._reduction.run(key, lambda: self._reduce(packer, constants))
+        packer, constants, shard = self._owner, self._arriving, self.located.shard
+        if packer is not None and constants is not None and shard is not None:
+            key = self.located, packer.workspace.moves
+            self._reduction.run(key, lambda: self._reduce(packer, constants, shard))
 
-    def _reduce(self, packer: Packer, constants: Constants) -> None:
+    def _reduce(self, packer: Packer, constants: Constants, shard: Reductions) -> None:
         numel, others, words = packer.tables.numel, self.world - 1, self.mail.arriving.shape[1] // 4
-        held, keys = packer.take((numel, numel if self._weighed() else 0))
-        for moment, tiles, count in self._reductions:
-            arrays = self._own_addresses, self._own_epsilons, constants.shape, packer.histogram
+        weighed = any(moment >= 0 for moment, _, _ in shard.launches)  # keys are in other units than the elements
+        held, keys = packer.take((numel, numel if weighed else 0))
+        for moment, tiles, count in shard.launches:
+            arrays = shard.addresses, shard.epsilons, constants.shape, packer.histogram
             buffer.launch(
                 reducing.reduce, count, self.mail.arriving.view(torch.int32), self.memory, self._sums,
                 held.view(torch.float32), keys, tiles, constants.tensors, *arrays, words, others, packer.tables.number,
                 count, packer.tables.digits[0], MOMENT=moment, BITS=BITS,
                 VALUES=packer.tables.message.values,
             )  # fmt: skip
-        packer.find(keys if self._weighed() else held, held)
+        packer.find(keys if weighed else held, held)
         packer.selected = True
         packer.pack(0)
-
-    def _weighed(self) -> bool:
-        """Whether keys of this window are in other units than the elements."""
-        return any(moment >= 0 for moment, _, _ in self._reductions)
 
     def decode(self, decay: float, status: Tensor) -> None:
         constants, number, mail = self._second, self._shards.second.number, self.mail
         words, row, heads = mail.gathered.shape[1] // 4, mail.arriving.shape[1], self.tables.heads
         for kind, tiles, count in self._tiles:
-            arrays = self.memory, tiles, constants.tensors, self.addresses, constants.shape, self.scales, status
+            arrays = self.memory, tiles, constants.tensors, self.located.addresses, constants.shape, self.scales, status
             factors, strides = (decay, 1.0 / self.world), (words, row, self.world - 1, self.world)
             buffer.launch(
                 decode.decode, count, self.received.view(torch.int32), self.origin, mail.arriving, *arrays, *factors,
@@ -136,9 +132,17 @@ class OwnerKernels(BufferKernels):
 
     def parts(self, place: int) -> Iterator[tuple[np.ndarray, list[int]]]:
         address_of, mail = buffer.address_of, self.mail
-        sent = mail.sending, self.constants.shape, self.constants.tensors, self.addresses, self.memory
+        addresses = self.located.addresses
+        sent = mail.sending, self.constants.shape, self.constants.tensors, addresses, self.memory
         yield self.tables.tiles, [*map(address_of, sent), 0, self.tables.number, *[0] * 6]
-        owned = mail.delivering, self._second.shape, self._second.tensors, self.addresses, self.memory, self._sums
+        owned = (
+            mail.delivering,
+            self._second.shape,
+            self._second.tensors,
+            self.located.addresses,
+            self.memory,
+            self._sums,
+        )
         headers = address_of(self.origin), address_of(mail.arriving)
         reported = self.world - 1, mail.arriving.shape[1], self.tables.heads, place
         yield self._taken, [*map(address_of, owned), self.tables.number, *headers, *reported]

@@ -3,7 +3,7 @@
 Covers: the accumulated residual and the keys bit for bit; gradients of three widths; moments of three widths, and
     tensors without; proportional and pooled quotas; dense lanes; ties, zeros, subnormal and huge numbers, NaN; tensors
     of one element, sizes around words, blocks, parts, regions and tiles; a quota of 0; short digits; several chunks;
-    programs in any order.
+    programs in any order; what the device is told.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from lightning_safusion.kernels.cuda import tables as tables_module
 from lightning_safusion.kernels.cuda.workspace import Weighing
 from lightning_safusion.sparsify.selection.units import Moment, SpanUnits
-from tests.kernels.cuda.buffers import DECAY, ORDERS, Case, Rank, cases, in_order, oracle
+from tests.kernels.cuda.buffers import DECAY, DEVICE, ORDERS, Case, Rank, WindowKernels, cases, in_order, oracle
 
 EXAMPLES = 5  # a fifth of a second each in the interpreter
 
@@ -132,6 +132,35 @@ def test_the_same_addresses_are_told_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert not told
     rank.kernels.locate([grad.clone() for grad in rank.grads], None)
     assert len(told) == 2
+
+
+def test_optimizers_that_take_turns_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their windows are those of kernels that are told everything each time."""
+    from lightning_safusion.kernels.cuda import buffer
+
+    told: list[object] = []
+    upload, masks = buffer.device_constant, (np.array([1, 0, 1], np.uint8), np.array([0, 1, 0], np.uint8))
+    monkeypatch.setattr(buffer, "device_constant", lambda *given: (told.append(given), upload(*given))[1])
+    uploads, results = [], []
+    for turns in (2, 1):
+        monkeypatch.setattr(buffer, "_TURNS", turns)
+        rank, windows = Rank.of(Case((200, 40, 60), dense=frozenset({1})), 0, 4), WindowKernels(DEVICE)
+        kernels, grads = rank.kernels, [grad.clone() for grad in rank.grads]
+        for flags in (*masks, *masks):
+            told.clear()
+            torch._foreach_copy_(rank.grads, grads)
+            kernels.locate(rank.grads, None, flags)
+            kernels.select(DECAY, None)
+            kernels.pack(0)
+            kernels.received.copy_(kernels.sent.repeat(2))
+            kernels.leave(np.flatnonzero(flags == 0).tolist())
+            kernels.decode(DECAY, windows.status)
+            windows.commit([kernels])
+            uploads.append(len(told))
+            results.append(torch.cat([*rank.grads, rank.memory, kernels.sent]))
+    assert uploads[2:4] == [0, 0]
+    assert min(uploads[4:]) > 0
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[:4], results[4:], strict=True))
 
 
 def test_programs_in_any_order_write_the_same_bytes() -> None:
