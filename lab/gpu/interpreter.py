@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from threading import Lock
 from typing import Any
+
+import numpy as np
 
 
 def quicken() -> None:
@@ -14,6 +17,7 @@ def quicken() -> None:
     all of them again. Sums and products are worked out a second time in 64 bits for an assertion that only runs in
     debug mode. Since functions are replaced for all threads, one kernel runs at a time.
     """
+    import triton
     from triton.language import core
     from triton.runtime import interpreter
 
@@ -28,7 +32,33 @@ def quicken() -> None:
         with turn:
             grid(*arguments, **constants)
 
+    if triton.__version__.startswith("3.2."):
+        _mend()
     interpreter.InterpretedFunction.__call__ = call
     interpreter.GridExecutor.__call__ = in_turn
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _mend() -> None:
+    """Takes two errors out of the interpreter of Triton 3.2: sums of 32 bits have 64, and a mask that is one False is
+    taken for none."""
+    from triton.language import core, semantic
+    from triton.runtime import interpreter
+
+    reductions = interpreter.ReduceOps.__base__
+    made = reductions.to_tensor
+
+    class Mask(core.tensor):
+        def __bool__(self) -> bool:
+            return True
+
+    def typed(self: Any, numbers: Any, dtype: Any) -> Any:
+        return made(self, np.asarray(numbers).astype(interpreter._get_np_dtype(dtype)), dtype)
+
+    def masked(function: Any, pointer: Any, value: Any, mask: Any, *others: Any) -> Any:
+        return function(pointer, value, None if mask is None else Mask(mask.handle, mask.type), *others)
+
+    reductions.to_tensor = typed
+    for name in ("atom_red_typechecking_impl", "_store_legacy"):
+        setattr(semantic, name, partial(masked, getattr(semantic, name)))
