@@ -132,16 +132,13 @@ def compile_chosen(own: Tables) -> None:
 
 def compile_buffers_of_several_kinds() -> None:
     """Compiles what ends a window whose buffers have values of several kinds."""
-    device, window = torch.device("cpu"), buffer.WindowKernels(torch.device("cpu"))
+    device, made = torch.device("cpu"), []
     sent, received, memory = (torch.zeros(size, dtype=torch.uint8) for size in (12_800, 25_600, 4 * 81_000))
-    window.commit(
-        [
-            buffer.BufferKernels(
-                tables(0, 0, values=values), memory.view(torch.float32), sent, received, 0, buffer.Workspace(device)
-            )
-            for values in (0, FOUR_BITS)
-        ]
-    )
+    for values in (0, FOUR_BITS):
+        own, workspace = tables(0, 0, values=values), buffer.Workspace(device)
+        made.append(buffer.BufferKernels(own, memory.view(torch.float32), sent, received, 0, workspace))
+        made[-1].locate([torch.zeros(size) for size in own.sizes.tolist()], None)
+    buffer.WindowKernels(device).commit(made)
 
 
 def compile_owner(own: Tables, moment: int | None, windows: int = 2) -> None:
