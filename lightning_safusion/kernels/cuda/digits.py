@@ -151,10 +151,11 @@ def _listed_or_all(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """What :func:`candidates` finds of a chunk from ``start`` to ``stop`` that has so many, and so many slots."""
     listed = length <= slots
-    source, items = keys + start, stop - start
+    # as a number: of two pointers AMD's compiler in Triton 3.6 must know the same
+    source, items = (keys + start).to(tl.int64), stop - start
     if listed:
-        source, items = lists + most + first, length
-    return source, items, listed, lists + first
+        source, items = (lists + most + first).to(tl.int64), length
+    return source.to(tl.pointer_type(tl.int32)), items, listed, lists + first
 
 
 @triton.jit
