@@ -68,8 +68,9 @@ def measure(model: str, system: str, density: float, turns: int) -> tuple[float,
     torch.manual_seed(0)
     module = Classifier(model, "base", 16 if model == "conv" else 8)
     specs = strategy_of(system, density).gradient_specs(module)
-    engines = Engines(lambda: strategy_of(system, density).settings, specs, list(range(len(specs)))[::-1], 2)
     optimizer, parameters = module.configure_optimizers(), list(module.parameters())
+    order = list(range(len(specs)))[::-1]
+    engines = Engines(lambda: strategy_of(system, density).settings, specs, order, 2, optimizers=[optimizer])
     engines.carry_momentum([optimizer], parameters)
     windows: dict[bool, list[float]] = {True: [], False: []}
     copies: list[float] = []

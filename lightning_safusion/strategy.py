@@ -54,6 +54,7 @@ from lightning_safusion.integration.engine_exchange import EngineExchange, Histo
 from lightning_safusion.integration.epoch_end import EpochEnd, more_batches
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
 from lightning_safusion.integration.horovod import check_horovod, configure_horovod
+from lightning_safusion.integration.optimizer import suited
 from lightning_safusion.integration.outlook import Outlook
 from lightning_safusion.integration.parameters import refuse_options, refuse_python_reducer, trainable
 from lightning_safusion.integration.signals import DeferredSignals
@@ -82,9 +83,8 @@ class SAFusionStrategy(DDPStrategy):
             installed one, or a ``Sparsifier``.
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``. None, with ``memory="auto"``: 0.02
             with Adam, AdamW, NAdam, RMSprop, Adagrad and Adafactor, 0.05 with RAdam, 0.1 with SGD and schedule-free
-            optimizers, 0.25 with Lion and others with a momentum; Muon needs a number. With optimizers that divide by a
-            second moment the first steps send more (:func:`~lightning_safusion.sparsify.schedule.opening_density`),
-            unless it is a ``DensitySchedule``.
+            optimizers, 0.25 with Lion and others with a momentum, 0.5 with Muon. The first steps send more
+            (:class:`~lightning_safusion.sparsify.schedule.Opening`), unless it is a ``DensitySchedule``.
         system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is
             SAFusion with four bits per value, ``quota="auto"``, ``memory="auto"`` and ``select_by="auto"``. Its quota
             rule and wire format change where another argument needs it.
@@ -252,6 +252,7 @@ class SAFusionStrategy(DDPStrategy):
         refuse_python_reducer()
         options = dict(self._ddp_kwargs)
         self._wrapped = trainable(model)
+        self.settings = suited(self.settings, self.optimizers)
         specs = self.gradient_specs(model)
         self._transport = transport = self._make_transport(model)
         entry = self._checkpoints.entry
@@ -354,7 +355,8 @@ class SAFusionStrategy(DDPStrategy):
         if self._ddp is None or self._bound.are(self.optimizers):
             return
         left = [name for name, _ in untrained(self._ddp.module, self.optimizers)]
-        if self.controller is not None and (left != self._untrained or needs_plain_ddp(self.optimizers)):
+        others = left != self._untrained or suited(self.settings, self.optimizers) is not self.settings
+        if self.controller is not None and (others or needs_plain_ddp(self.optimizers)):
             self._wrap_again()
         else:
             self._bind()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from lab.accuracy.job import TrainedRow
 from lab.tasks import Task
@@ -143,7 +144,7 @@ def train_curve(training: Training) -> Curve:
     every = max(1, task.steps // _POINTS)
     steps: list[int] = []
     metrics: list[float | None] = []
-    with closing(make_averager(training, virtual)) as averager:
+    with closing(make_averager(training, virtual, optimizers)) as averager:
         averager.carry_momentum(optimizers, virtual.params)
         for step in range(task.steps):
             finite = math.isfinite(virtual.step(step, averager, optimizers, lr))
@@ -157,8 +158,8 @@ def train_curve(training: Training) -> Curve:
     return Curve(steps, metrics, round(time.perf_counter() - begin, 2))
 
 
-def make_averager(training: Training, virtual: VirtualTraining) -> Averager:
-    """What makes the mean in place of the row's exchange."""
+def make_averager(training: Training, virtual: VirtualTraining, optimizers: Sequence[Optimizer]) -> Averager:
+    """What makes the mean in place of the row's exchange, for optimizers that step with it."""
     row, hook = training.row, training.row.published.ddp_hook
     specs: Sequence[TensorSpec] = row.strategy(training.density).gradient_specs(virtual.model)
     if hook == "bf16" or hook == "fp16":
@@ -173,4 +174,4 @@ def make_averager(training: Training, virtual: VirtualTraining) -> Averager:
         # where selection is done makes no difference to what is selected
         return replace(row.strategy(training.density).settings, fusion=Kept(plan), offload=False)
 
-    return Engines(settings, specs, virtual.order, training.workers)
+    return Engines(settings, specs, virtual.order, training.workers, optimizers=optimizers)

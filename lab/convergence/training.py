@@ -161,8 +161,9 @@ def train(task: Task, scheme: Scheme, seed: int) -> Result:
         training.model.named_parameters(), dense_below=scheme.dense_below if scheme.sparse else 0
     )
     statistics = _Statistics(specs)
-    with closing(averager_of(task, scheme, specs, training.order)) as averager:
-        optimizers = _steps(scheme, training, averager, statistics)
+    optimizers = make_optimizers(task, scheme, training.params)
+    with closing(averager_of(task, scheme, specs, training.order, optimizers)) as averager:
+        _steps(scheme, training, averager, optimizers, statistics)
     metric = training.evaluate(optimizers) if math.isfinite(statistics.losses[-1]) else math.nan
     return Result(
         metric=metric if math.isfinite(metric) else None,
@@ -181,6 +182,7 @@ def averager_of(
     scheme: Scheme,
     specs: Sequence[TensorSpec],
     order: Sequence[int],
+    optimizers: Sequence[torch.optim.Optimizer],
     device: torch.device = _CPU,
     deferred: bool = False,
 ) -> Averager:
@@ -191,6 +193,7 @@ def averager_of(
         scheme: How gradients are averaged.
         specs: The tensors.
         order: Registration indices in the order in which gradients become ready.
+        optimizers: Step with that gradient.
         device: Where gradients live.
         deferred: The device ends the windows of engines, as :class:`Engines` says.
     """
@@ -203,15 +206,18 @@ def averager_of(
     if scheme.method == "sparseloco":
         betas = task.momentum if scheme.momentum is None else scheme.momentum, scheme.beta2 or task.beta2
         return SparseLoCo(specs, scheme.density, betas=betas)
-    return Engines(lambda: scheme.settings(task.steps), specs, order, scheme.workers, device, deferred)
+    return Engines(lambda: scheme.settings(task.steps), specs, order, scheme.workers, device, deferred, optimizers)
 
 
 def _steps(
-    scheme: Scheme, training: VirtualTraining, averager: Averager, statistics: _Statistics
-) -> Sequence[torch.optim.Optimizer]:
-    """Trains until the last step, or until the loss is not finite; returns the optimizers."""
+    scheme: Scheme,
+    training: VirtualTraining,
+    averager: Averager,
+    optimizers: Sequence[torch.optim.Optimizer],
+    statistics: _Statistics,
+) -> None:
+    """Trains until the last step, or until the loss is not finite."""
     task = training.task
-    optimizers = make_optimizers(task, scheme, training.params)
     averager.carry_momentum(optimizers, training.params)
     frozen = FrozenSecondMoment(optimizers[0], round(scheme.frozen * task.steps))
     sampled_every = max(1, task.steps // _POINTS)
@@ -223,7 +229,6 @@ def _steps(
         if isinstance(averager, Engines) and (step + 1) % sampled_every == 0:
             statistics.sample(averager)
         frozen.after_step(step)
-    return optimizers
 
 
 def make_optimizers(task: Task, scheme: Scheme, params: Sequence[Tensor]) -> list[torch.optim.Optimizer]:

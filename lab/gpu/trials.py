@@ -177,8 +177,8 @@ def job(place: Device, trial: Trial, recipe: Recipe, opens: bool = True) -> Iter
     text = Sources(trial.seed, task.batch) if place.cuda else _FewSources(trial.seed, task.batch, shape.length, _FEW)
     training = BatchedTraining(task, text, workers, place.device)
     specs = specs_from_parameters(training.model.named_parameters())
-    with closing(averager_of(task, scheme, specs, training.order, place.device, deferred=True)) as averager:
-        optimizers = make_optimizers(task, scheme, training.params)
+    optimizers = make_optimizers(task, scheme, training.params)
+    with closing(averager_of(task, scheme, specs, training.order, optimizers, place.device, deferred=True)) as averager:
         averager.carry_momentum(optimizers, training.params)
         for engine in averager.controllers if isinstance(averager, Engines) else ():
             engine.fused.serves = True  # in the interpreter too

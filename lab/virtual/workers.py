@@ -23,7 +23,7 @@ from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.window import Window
-from lightning_safusion.integration.optimizer import MomentumSwitch, fit_to_optimizers
+from lightning_safusion.integration.optimizer import MomentumSwitch, fit_to_optimizers, suited
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
 
 # Steps from one comparison of all workers' results to the next.
@@ -130,6 +130,7 @@ class Engines(Averager):
         workers: Virtual workers.
         device: Where gradients live.
         deferred: The device ends windows, with fused kernels where they serve; not for exchanges in several phases.
+        optimizers: Step with what the workers get; ``memory="auto"`` depends on them.
 
     Attributes:
         bytes_sent: What the first worker gave to the collectives in the latest step, messages as they are.
@@ -143,15 +144,16 @@ class Engines(Averager):
         workers: int,
         device: torch.device = _CPU,
         deferred: bool = False,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self.order = list(order)
         self.bytes_sent = 0
         self._steps = 0
         self._switches: list[MomentumSwitch] = []
-        self._settings = make_settings()
+        self._settings = suited(make_settings(), optimizers)
         self._pool = ThreadPoolExecutor(workers)
         transports = local_transports(workers)
-        settings = [make_settings() for _ in range(workers)]
+        settings = [suited(make_settings(), optimizers) for _ in range(workers)]
         # exchanges in several phases wait for each other while they are launched
         self._waiting = issubclass(settings[0].collective_over(workers).exchange, MultiPhaseExchange)
         self.controllers: list[Engine] = list(
@@ -225,7 +227,7 @@ class Engines(Averager):
         def carried(param: Tensor) -> bool:
             return first.report is not None and index[id(param)] in first.report.selected_from
 
-        self._switches, _ = fit_to_optimizers(self.controllers, self._settings, optimizers, params, carried)
+        self._switches, _, _ = fit_to_optimizers(self.controllers, self._settings, optimizers, params, carried)
 
     def figures(self) -> TensorFigures:
         """What the latest step did to every tensor, summed over workers."""

@@ -26,7 +26,7 @@ from lightning_safusion.fusion.ticks import Ticks
 from lightning_safusion.fusion.undecided import Undecided
 from lightning_safusion.fusion.window import Window
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, opening_density
+from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, Opening
 
 # The end of a collective is recorded by a callback on the backend's thread, which stops the backward's for the
 # interpreter's lock: in every window at first, then in one of 16 and whenever the planner needs it.
@@ -78,7 +78,7 @@ class Engine:
         self.transport = planner.transport
         self.density = density
         self.dense_first = dense_first
-        self.by_update = False  #: elements are compared in units of the update; set from outside
+        self.opening: Opening | None = None  #: of schedules that open; set from outside
         self.overlap = overlap
         self.ticks = ticks
         self.windows = 0  #: windows drained so far
@@ -132,8 +132,7 @@ class Engine:
         """Density of the next window."""
         constant = self._constant
         density = constant.density if constant is not None else self.density(self.windows, self.epoch)
-        opens = self.by_update and self.density.opens
-        return max(density, opening_density(self.windows)) if opens else density
+        return max(density, self.opening(self.windows)) if self.opening and self.density.opens else density
 
     @property
     def undecided(self) -> bool:
@@ -198,7 +197,7 @@ class Engine:
         density = self.next_density
         if density != self.space.quotas.density:
             self.space.set_density(density)
-            self.planner.invalidate(opening=self.by_update and self.density.opens)
+            self.planner.invalidate(opening=self.opening is not None and self.density.opens)
         plain = self.dense
         plan = self.planner.plan(self.space.shape) if self.order_known and not plain else None
         ticking = False

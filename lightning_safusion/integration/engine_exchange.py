@@ -82,7 +82,7 @@ class EngineExchange(GradientExchange):
         self._params: list[Tensor] = []  # by registration index
         self._untrained, self._automatic = list(untrained), automatic
         self.switches: list[MomentumSwitch] = []  # of optimizers whose momentum the memory carries
-        self._fades = False  # the residual has a momentum
+        self._fades = False  # the memory has a momentum
         if choice.mode is Mode.DENSE_ENGINE:
             # a checkpoint's residual leaves with the first gradients, then this is plain DDP in all but name
             announce(f"all gradients and the residual of a checkpoint are sent dense, because {choice.reason}")
@@ -152,10 +152,9 @@ class EngineExchange(GradientExchange):
         settings = self.settings
         if isinstance(settings.density, SuitedDensity):
             suit_density(settings.density, settings.memory, optimizers, compares_updates(settings, optimizers))
-        self.switches, note = fit_to_optimizers(
+        self.switches, self._fades, note = fit_to_optimizers(
             [self.engine], settings, optimizers, self._params, self._hook.selected_from
         )
-        self._fades = bool(note)
         if note:
             announce(note)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,8 +22,9 @@ from lightning_safusion.integration.units import (
     update_units,
 )
 from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.memory.momentum import AutoEF21Memory, EF21Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum
-from lightning_safusion.sparsify.schedule import DensitySchedule, opening_steps
+from lightning_safusion.sparsify.schedule import BY_GRADIENT, BY_UPDATE, DensitySchedule
 
 # Densities up to which the memory carries the momentum better than the optimizer does (docs/convergence.md).
 _ADAPTIVE_UP_TO, _SGD_UP_TO = 0.25, 0.02
@@ -31,16 +33,32 @@ _BY_GRADIENT, _BY_UPDATE = 2, 4
 # At a density of 0.1 % elements wait for a thousand steps: that long a momentum would be too old (docs/convergence.md).
 _LONGEST = 0.99
 
+# Orthogonalizes its momentum; torch has it from 2.9 on.
+_MUON: tuple[type[Optimizer], ...] = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
+
 Group = dict[str, Any]
+
+
+def suited(settings: EngineSettings, optimizers: Sequence[Optimizer]) -> EngineSettings:
+    """The settings with the memory that ``memory="auto"`` stands for with these optimizers.
+
+    :class:`EF21Memory` with Muon, whose matrices must be dense before they are made orthogonal (Gruntkowska et al.,
+    Error Feedback for Muon and Friends, 2025); else the settings as they are.
+    """
+    if not isinstance(settings.memory, AutoMemory | AutoEF21Memory):
+        return settings
+    known = all(momenta_of(optimizer) is not None for optimizer in optimizers)
+    kind = AutoEF21Memory if known and any(type(each) in _MUON for each in optimizers) else AutoMemory
+    return settings if type(settings.memory) is kind else replace(settings, memory=kind())
 
 
 def momenta_of(optimizer: Optimizer) -> list[float] | None:
     """The momentum of each of an optimizer's groups, 0 without one; None if a memory cannot carry it in its place.
 
-    It can for Adam, AdamW, RAdam and SGD without dampening, but not for classes derived from them.
+    It can for Adam, AdamW, RAdam, torch's Muon, and SGD without dampening, but not for classes derived from them.
     """
     groups = optimizer.param_groups
-    if type(optimizer) not in (*ADAPTIVE, SGD) or any(group.get("dampening") for group in groups):
+    if type(optimizer) not in (*ADAPTIVE, *_MUON, SGD) or any(group.get("dampening") for group in groups):
         return None
     momenta = [momentum for momentum in map(_own_momentum, groups) if not isinstance(momentum, Tensor)]
     return momenta if len(momenta) == len(groups) and all(0 <= momentum < 1 for momentum in momenta) else None
@@ -60,11 +78,11 @@ def carried_momentum(
 ) -> float | None:
     """The factor of a momentum that the residual has; None if it has none.
 
-    ``memory="decoupled"`` always carries that of optimizers. ``memory="auto"`` where that has been measured to lose
-    less: at densities of up to a quarter for Adam, AdamW and RAdam, and, where elements are compared in units of the
-    update, for all that divide gradients by their second moment; up to 2 % for SGD with a momentum; if all optimizers
-    are of these. It then lasts twice as long as an element waits on average, by update four times as long, at most 100
-    steps, if that is longer than that of the optimizers whose place it takes.
+    ``memory="decoupled"`` and ``"ef21"`` always carry that of optimizers. ``memory="auto"`` where that has been
+    measured to lose less: at densities of up to a quarter for Adam, AdamW and RAdam, and, where elements are compared
+    in units of the update, for all that divide gradients by their second moment; up to 2 % for SGD with a momentum; if
+    all optimizers are of these. It then lasts twice as long as an element waits on average, by update four times as
+    long, at most 100 steps, if that is longer than that of the optimizers whose place it takes.
 
     Args:
         memory: Error feedback.
@@ -75,8 +93,8 @@ def carried_momentum(
     """
     known = [momenta_of(optimizer) for optimizer in optimizers]
     own = [momentum for momenta in known if momenta is not None for momentum in momenta]
-    if isinstance(memory, DecoupledMomentum):
-        return memory.momentum if any(own) else None
+    if isinstance(memory, DecoupledMomentum | EF21Memory):
+        return memory.momentum if any(own) and memory.momentum else None
     lasting = density.lasting()
     if not isinstance(memory, AutoMemory) or lasting is None or not optimizers:
         return None
@@ -98,7 +116,7 @@ class MomentumSwitch:
     the group was first seen: a momentum that changes in training changes the steps, with a warning, and nothing else.
 
     Args:
-        optimizer: Adam, AdamW, RAdam or SGD.
+        optimizer: Adam, AdamW, RAdam, Muon or SGD.
         carried: Whether the memory carries the momentum of a parameter, as of the latest gradients.
         pace: How Adam's kind steps with such parameters, if not as without a momentum; weight decay stays what it is.
     """
@@ -173,14 +191,15 @@ class MomentumSwitch:
             betas = own * self._kept, group["betas"][1]
             yield {**group, "params": gone, "betas": betas, **self._paced(group)}
         elif gone:
-            yield {**group, "params": gone, "momentum": 0.0, "nesterov": False, "lr": group["lr"] / fades}
+            rate = 1.0 if type(self._optimizer) in _MUON else fades  # Muon's steps do not depend on the scale
+            yield {**group, "params": gone, "momentum": 0.0, "nesterov": False, "lr": group["lr"] / rate}
 
     def _warn(self, number: int, own: float) -> None:
         if self._warned or not self._first[number]:
             return
         self._warned = True
         kind = type(self._optimizer).__name__
-        name = f"{kind}'s {'momentum' if isinstance(self._optimizer, SGD) else 'betas[0]'} (group {number})"
+        name = f"{kind}'s {'betas[0]' if 'betas' in self._optimizer.defaults else 'momentum'} (group {number})"
         follows = "Only their steps follow" if isinstance(self._optimizer, SGD) else "Only what stays of it follows"
         rank_zero_warn(
             f"{name} is {own:.4g} now, and was {self._first[number]:.4g} when training began. The residual carries the "
@@ -271,6 +290,10 @@ def carry_momentum(
         return [], ""
     leaving = [optimizer for optimizer in optimizers if any(momenta_of(optimizer) or ())]
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in leaving))
+    if isinstance(memories[0], EF21Memory):
+        note = f"gradients are averaged over time before they are sent (memory='ef21', factor {momentum:.3g}), in "
+        note += f"place of the momentum of {names}; memory='residual' keeps that"
+        return [MomentumSwitch(optimizer, carried) for optimizer in leaving], note
     note = f"{names} leaves the momentum of sparse tensors to the residual" if leaving else "the residual fades"
     note += f" (factor {momentum:.3g}); memory='residual' " + ("keeps it in the optimizer" if leaving else "keeps it")
     if pace is not None:
@@ -284,7 +307,7 @@ def _in_the_long_run(density: DensitySchedule, scattered: float, paced: bool) ->
     lasting = density.lasting()
     if lasting is None:
         return ""
-    factor, first = Pace(lambda: scattered * lasting).factor, opening_steps(lasting) if density.opens else 0
+    factor, first = Pace(lambda: scattered * lasting).factor, BY_UPDATE.lasts(lasting) if density.opens else 0
     told = f", with steps {factor:.2g} times as large" if paced and factor > 1 else ""
     return told + (f"; the first {first} steps send more" if first else "")
 
@@ -295,8 +318,8 @@ def fit_to_optimizers(
     optimizers: Sequence[Optimizer],
     params: Sequence[Tensor],
     carried: Callable[[Tensor], bool],
-) -> tuple[list[MomentumSwitch], str]:
-    """Has engines treat gradients as suits the optimizers: a momentum in the residual, units, first windows.
+) -> tuple[list[MomentumSwitch], bool, str]:
+    """Has engines treat gradients as suits the optimizers: a momentum in the memory, units, first windows.
 
     Args:
         engines: Of one worker or of several, all alike.
@@ -306,14 +329,24 @@ def fit_to_optimizers(
         carried: Whether the latest gradient of a parameter is a mean of selected elements.
 
     Returns:
-        As :func:`carry_momentum`.
+        A switch for every optimizer without its momentum, whether the memory has one, and a line about all; it is empty
+        if there is nothing to say.
     """
-    pace = Pace.of(engines[0]) if compares_updates(settings, optimizers) else None
-    memories = [engine.space.memory for engine in engines]
-    switches, note = carry_momentum(memories, settings.density, optimizers, carried, pace, engines[0].space.scattered)
+    memories, density, scattered = [each.space.memory for each in engines], settings.density, engines[0].space.scattered
+    if isinstance(memories[0], EF21Memory):
+        exchanged = set(map(id, params))  # dense tensors are averaged over time as well
+        switches, note = carry_momentum(memories, density, optimizers, lambda param: id(param) in exchanged)
+    else:
+        pace = Pace.of(engines[0]) if compares_updates(settings, optimizers) else None
+        switches, note = carry_momentum(memories, density, optimizers, carried, pace, scattered)
+    carries = bool(note)
+    plain = isinstance(memories[0], AutoEF21Memory) or (isinstance(memories[0], AutoMemory) and not carries)
     for engine in engines:
-        units = update_units(settings, optimizers, params, bool(note))
+        units = update_units(settings, optimizers, params, carries)
         engine.space.compare_in(units)
-        engine.by_update = units is not None
+        engine.opening = BY_UPDATE if units is not None else BY_GRADIENT if plain else None
         engine.dense_first &= units is None
-    return switches, note
+    lasting = density.lasting()
+    if engines[0].opening is BY_GRADIENT and density.opens and lasting is not None and lasting < BY_GRADIENT.density:
+        note += f"{'; ' if note else ''}the first {BY_GRADIENT.lasts(lasting)} steps send more than {lasting:.2g}"
+    return switches, carries, note

@@ -16,7 +16,7 @@ from lightning_safusion.integration.optimizer import carried_momentum, momenta_o
 from lightning_safusion.integration.units import is_schedule_free
 from lightning_safusion.lookup import suggestion
 from lightning_safusion.sparsify.memory.contract import Memory
-from lightning_safusion.sparsify.memory.momentum import EF21Memory
+from lightning_safusion.sparsify.memory.momentum import AutoEF21Memory, EF21Memory
 from lightning_safusion.sparsify.memory.residual import DecoupledMomentum
 from lightning_safusion.sparsify.schedule import SuitedDensity
 
@@ -116,7 +116,7 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
             f"memory='dgc' applies momentum before selection, and {name} would apply it again. Use "
             "torch.optim.SGD with momentum=0, or memory='residual'."
         )
-    if isinstance(memory, DecoupledMomentum) and momenta_of(optimizer) is not None:
+    if isinstance(memory, DecoupledMomentum | EF21Memory) and momenta_of(optimizer) is not None:
         return  # a switch turns it off
     if isinstance(memory, DecoupledMomentum | EF21Memory) and memory.momentum:
         twice = [group for group in optimizer.param_groups if group.get("momentum") or group.get("betas", (0,))[0]]
@@ -143,10 +143,14 @@ def suit_density(
     Raises:
         MisconfigurationException: If there is none that is known.
     """
+    if isinstance(memory, AutoEF21Memory):
+        density.density = SuitedDensity.ESTIMATED
+        return
     if any(type(optimizer).__name__ == "Muon" for optimizer in optimizers):
         raise MisconfigurationException(
-            "with Muon no density that saves much has ended level with dense training (docs/convergence.md). Use "
-            "AdamW or plain DDP, or name a density, as in SAFusionStrategy(density=0.5), to train so all the same."
+            "with Muon a density is known to end level with dense training (docs/convergence.md) for torch.optim.Muon, "
+            "alone or beside Adam, AdamW, RAdam or SGD, and memory='auto'. Use these, plain DDP, or name a density, as "
+            "in SAFusionStrategy(density=0.5), to train so all the same."
         )
     density.density = SuitedDensity.PLAIN  # not that of optimizers before these
     if carried_momentum(memory, density, optimizers, by_update) is not None:

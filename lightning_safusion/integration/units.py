@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.sparsify.memory.momentum import EF21Memory
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 
 #: Optimizers that divide gradients by their second moment, and whose momentum a memory can carry.
@@ -94,7 +95,8 @@ def compares_updates(settings: EngineSettings, optimizers: Sequence[Optimizer]) 
         optimizers: All that step with what was sent.
     """
     if settings.select_by == "auto":
-        return settings.knows_updates and any(map(divides, optimizers))
+        gradients = isinstance(settings.memory, EF21Memory)  # their differences, which no optimizer ever sees
+        return settings.knows_updates and not gradients and any(map(divides, optimizers))
     return settings.select_by == "update"
 
 

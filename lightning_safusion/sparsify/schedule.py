@@ -6,9 +6,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-
-# Density of the first steps, and how many: all elements are sent once in five, twice in ten (docs/convergence.md).
-_OPENING, _OPENING_STEPS = 0.2, 10
+from dataclasses import dataclass
 
 
 def check_density(density: float) -> float:
@@ -29,8 +27,7 @@ class DensitySchedule(ABC):
     """Density as a function of the training's progress. Pure: the same arguments give the same density on all ranks.
 
     Attributes:
-        opens: Whether the first steps send more, by :func:`opening_density`, where elements are compared in units of
-            the update. May be changed before training.
+        opens: Whether the first steps send more, by an :class:`Opening`. May be changed before training.
     """
 
     opens = False
@@ -61,36 +58,50 @@ class ConstantDensity(DensitySchedule):
         return self.density
 
 
-def opening_density(step: int) -> float:
-    """Least density of a step where elements are compared in units of the update: at first 20 %, later about 2 / step.
+@dataclass(frozen=True)
+class Opening:
+    """Least density of the first steps: ``density`` at first, later about ``density * steps / step``.
 
-    An element then waits for about half of the steps so far, at most: second moments begin with all elements, and
-    follow what is sent. The density falls by half octaves, so that plans last a while.
+    An element waits for a share of the steps so far, at most. The density falls by half octaves, so that plans last a
+    while. Chosen in ``docs/convergence.md``.
 
     Args:
-        step: Optimizer steps before it.
+        density: Of the first steps, in (0, 1].
+        steps: How long it stays, about.
     """
-    octaves = max(0.0, math.log2((step + 1) / _OPENING_STEPS))
-    return _OPENING * 2.0 ** (-round(2 * octaves) / 2)
+
+    density: float
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        """Least density of a step, after ``step`` optimizer steps."""
+        octaves = max(0.0, math.log2((step + 1) / self.steps))
+        return self.density * 2.0 ** (-round(2 * octaves) / 2)
+
+    def lasts(self, density: float) -> int:
+        """How many of the first steps send more than ``density``, in (0, 1]."""
+        return next(step for step in itertools.count() if self(step) <= density)
 
 
-def opening_steps(density: float) -> int:
-    """How many of the first steps send more than ``density``, in (0, 1]."""
-    return next(step for step in itertools.count() if opening_density(step) <= density)
+#: Where elements are compared in units of the update, an element waits for half of the steps so far: second moments
+#: begin with all elements, and follow what is sent.
+BY_UPDATE = Opening(0.2, 10)
+#: Elsewhere for a 25th, as long as the optimizer has the momentum: gradients change fast at first.
+BY_GRADIENT = Opening(0.5, 50)
 
 
 class SuitedDensity(ConstantDensity):
     """A constant density that follows from the optimizers: what ``density=None`` stands for.
 
     2 % where the residual has a momentum (Adam and its kind), which ended level with dense training on the tasks that
-    judge it (``docs/convergence.md``), 5 % with RAdam; 25 % with optimizers that have another momentum than
-    SGD's, such as Lion; 10 % with SGD and schedule-free optimizers.
+    judge it (``docs/convergence.md``), 5 % with RAdam; 50 % with Muon; 25 % with optimizers that have another momentum
+    than SGD's, such as Lion; 10 % with SGD and schedule-free optimizers.
 
     Attributes:
         density: 10 % until the optimizers are known: at less SGD's momentum would count as the residual's.
     """
 
-    WITH_MOMENTUM, RECTIFIED, PLAIN, CAUTIOUS = 0.02, 0.05, 0.1, 0.25
+    WITH_MOMENTUM, RECTIFIED, PLAIN, CAUTIOUS, ESTIMATED = 0.02, 0.05, 0.1, 0.25, 0.5
 
     def __init__(self) -> None:
         super().__init__(self.PLAIN)

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, 
 
 from lightning_safusion.integration.optimizer import MomentumSwitch, carried_momentum
 from lightning_safusion.integration.parameters import caution, refuse_double_momentum
-from lightning_safusion.sparsify import AutoMemory, DecoupledMomentum, DGCMemory, Memory, ResidualMemory
+from lightning_safusion.sparsify import AutoMemory, DecoupledMomentum, DGCMemory, EF21Memory, Memory, ResidualMemory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DenseStart, DensitySchedule, LinearRamp
 
 Make = Callable[[Any], Optimizer]
@@ -79,6 +79,8 @@ def groups(*betas: float) -> Make:
         (DecoupledMomentum(0.8), 0.5, [AdamW], 0.8),
         (DecoupledMomentum(0.8), LinearRamp(0.3, 0.05, 7), [lambda p: SGD(p, 0.1, momentum=0.9)], 0.8),
         (DecoupledMomentum(0.8), 0.1, [lambda p: SGD(p, 0.1)], None),  # there is nothing to switch off
+        (EF21Memory(0.8), 0.5, [AdamW], 0.8),
+        (EF21Memory(0.0), 0.5, [AdamW], None),
     ],
 )
 def test_whose_momentum_it_is(

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.integration.optimizer import MomentumSwitch
+from lightning_safusion.integration.optimizer import MomentumSwitch, suited
 from lightning_safusion.integration.pace import Pace
 from lightning_safusion.integration.parameters import suit_density
 from lightning_safusion.integration.units import SecondMoments, compares_updates, is_schedule_free
-from lightning_safusion.sparsify import AutoMemory
-from lightning_safusion.sparsify.schedule import LinearRamp, SuitedDensity, opening_density
+from lightning_safusion.sparsify import ResidualMemory
+from lightning_safusion.sparsify.schedule import BY_UPDATE, LinearRamp, SuitedDensity
 from lightning_safusion.systems.accuracy import default_density
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -236,12 +236,66 @@ def test_a_job_has_the_density_of_its_optimizer_unless_it_has_its_own() -> None:
     assert run_launched(2, run) == [[0.02, 0.05, 0.25]] * 2
 
 
-def test_muon_is_refused_unless_a_density_is_named() -> None:
-    """No density that saves much ends level with dense training (docs/convergence.md)."""
-    params = [nn.Parameter(torch.ones(4, 4))]
-    muon = torch.optim.Muon(params)
+def test_muon_is_refused_where_no_estimates_are_sent_unless_a_density_is_named() -> None:
+    muon = torch.optim.Muon([nn.Parameter(torch.ones(4, 4))])
     with pytest.raises(MisconfigurationException, match=r"with Muon .*density=0.5"):
-        suit_density(SuitedDensity(), AutoMemory(), [muon], by_update=False)
+        suit_density(SuitedDensity(), ResidualMemory(), [muon], by_update=False)
+
+
+class Orthogonalized(TinyClassifier):
+    """Muon for matrices, AdamW for the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        matrices = [param for param in self.parameters() if param.ndim == 2]
+        others = [param for param in self.parameters() if param.ndim != 2]
+        return torch.optim.Muon(matrices, 0.01), AdamW(others, 0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this version of torch has no Muon")
+def test_muon_gets_running_estimates(caplog: pytest.LogCaptureFixture) -> None:
+    def run(rank: int) -> Any:
+        strategy, model = SAFusionStrategy(collective="allgather"), Orthogonalized()
+        with caplog.at_level(logging.INFO):
+            trainer(strategy, max_steps=12).fit(model, classification())
+        assert strategy.optimizers[0].param_groups[0]["momentum"] == 0.95  # between steps
+        found = [strategy.settings.memory.name, strategy.settings.density.lasting(), strategy.report()["density"]]
+        back = suited(strategy.settings, [AdamW(model.parameters())]).memory.name  # as for a later fit
+        return [*found, back], [param.detach().clone() for param in model.parameters()], caplog.text
+
+    (found, weights, said), (_, others, _) = run_launched(2, run)
+    assert found == ["ef21", 0.5, 0.5, "auto"]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, others, strict=True))
+    assert "in place of the momentum of Muon and AdamW" in said
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this version of torch has no Muon")
+def test_muon_without_its_momentum_keeps_its_rate() -> None:
+    def stepped(momentum: float, switched: bool) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        param = nn.Parameter(torch.ones(4, 6))
+        optimizer = torch.optim.Muon([param], 0.1, momentum=momentum)
+        if switched:
+            MomentumSwitch(optimizer, lambda _: True)
+        for _ in range(3):
+            param.grad = torch.randn(4, 6, generator=generator)
+            optimizer.step()
+        return param.detach()
+
+    assert torch.equal(stepped(0.95, True), stepped(0.0, False))
 
 
 def test_a_schedule_of_the_momentum_is_followed() -> None:
@@ -322,7 +376,7 @@ def test_the_first_windows_send_more() -> None:
         return noted
 
     for update, gradient, own in run_launched(2, run):
-        assert update == [max(0.15, opening_density(step)) for step in range(16)]
+        assert update == [max(0.15, BY_UPDATE(step)) for step in range(16)]
         assert update[0] > update[-1] == 0.15
         assert gradient == [0.15] * 16
         assert own == pytest.approx([0.08, 0.06, *[0.04] * 14])  # the user's own schedule stays as it is

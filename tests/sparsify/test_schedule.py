@@ -14,7 +14,7 @@ from lightning_safusion.sparsify import (
     LinearRamp,
     resolve_density,
 )
-from lightning_safusion.sparsify.schedule import opening_density, opening_steps
+from lightning_safusion.sparsify.schedule import BY_GRADIENT, BY_UPDATE
 
 
 def test_dgc_warmup_of_the_paper() -> None:
@@ -111,9 +111,10 @@ def test_other_arguments_are_checked() -> None:
 
 
 def test_elements_wait_for_half_of_the_first_steps_at_most() -> None:
-    densities = [opening_density(step) for step in range(1000)]
+    densities = [BY_UPDATE(step) for step in range(1000)]
     assert densities[:11] == [0.2] * 11
     assert densities == sorted(densities, reverse=True)
     assert all(0.84 * 2 / step < density < 1.19 * 2 / step for step, density in enumerate(densities[11:], 12))
     assert len({*densities[:95]}) == 7  # each is a plan
-    assert (opening_steps(0.2), opening_steps(0.02), opening_steps(0.001)) == (0, 95, 2152)
+    assert [BY_UPDATE.lasts(density) for density in (0.2, 0.02, 0.001)] == [0, 95, 2152]
+    assert [BY_GRADIENT.lasts(density) for density in (0.5, 0.1)] == [0, 237]

@@ -14,6 +14,7 @@ from lightning_safusion.fusion.state import MemoryBuilder, restore_common, resto
 from lightning_safusion.integration.checkpoint import parts
 from lightning_safusion.integration.checkpoint.parts import ENTRY, KNOWN_FORMATS, UnusablePart, not_finite
 from lightning_safusion.sparsify.memory.contract import Memory
+from lightning_safusion.sparsify.memory.momentum import AutoEF21Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory
 
 # Neither plan nor measured costs depend on the first; the engine notices a change of the second.
@@ -167,7 +168,7 @@ def _problems(verdicts: list[_Verdict]) -> list[str]:
 
 def _loss(memory: Memory) -> str:
     carries = memory.shapes_updates or memory.lives_on_sparsity
-    carries = carries or (isinstance(memory, AutoMemory) and not memory.conserves)
+    carries = carries or (isinstance(memory, AutoMemory | AutoEF21Memory) and not memory.conserves)
     also = ", and the momentum, which the residuals carry in the optimizer's place," if carries else ""
     return f"what the workers had accumulated and not sent yet{also} is lost"
 

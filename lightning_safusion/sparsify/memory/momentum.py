@@ -96,9 +96,9 @@ class EF21Memory(Memory):
     workers know the mean of. Elements are selected from the difference of both, and those that are sent move the
     estimate. The optimizer sees the mean estimate, dense in every step. Density 1 gives the mean of ``v`` itself.
 
-    The momentum here replaces the optimizer's: Adam with ``betas=(0.0, ...)``, SGD with ``momentum=0`` (and
-    ``1 / (1 - m)`` times the learning rate, since ``v`` is an average). It needs four copies of the parameters in fp32;
-    error feedback needs one.
+    The momentum here replaces that of the optimizer, which the strategy switches off for Adam, AdamW, RAdam, Muon and
+    SGD (whose steps it makes ``1 / (1 - m)`` times as large, ``m`` being SGD's own, since ``v`` is an average); other
+    optimizers must have none. It needs four copies of the parameters in fp32; error feedback needs one.
 
     Sources: Richtárik, Sokolov, Fatkhullin, EF21, NeurIPS 2021; Fatkhullin, Tyurin, Richtárik, Momentum Provably
     Improves Error Feedback, NeurIPS 2023 (EF21-SGDM). As there, ``v`` begins as the first gradient.
@@ -187,3 +187,9 @@ class EF21Memory(Memory):
         super().load_state_dict(state)
         self._begun = {i for i, view in enumerate(self._average.views) if bool(view.any())}
         self._replaced = set()
+
+
+class AutoEF21Memory(EF21Memory):
+    """:class:`EF21Memory` as ``memory="auto"`` takes it: plain DDP with the optimizer's momentum may take its place."""
+
+    shapes_updates = False

@@ -97,7 +97,7 @@ def test_the_plan_decides_what_travels_dense() -> None:
     gradients = [[torch.randn(param.numel(), generator=generator) for param in virtual.params] for _ in range(2)]
     middle = [(first + second) / 2 for first, second in zip(*gradients, strict=True)]
     order, means, totals = virtual.order, [], [torch.zeros_like(mean) for mean in middle]
-    averager = make_averager(training("safusion", [[40, "allgather"], [22, "allreduce"]]), virtual)
+    averager = make_averager(training("safusion", [[40, "allgather"], [22, "allreduce"]]), virtual, [])
     assert isinstance(averager, Engines)
     for _ in range(3):  # two windows come before there is a plan
         means = list(averager.average([[gradient.clone() for gradient in each] for each in gradients]))

@@ -19,6 +19,7 @@ from lab.tasks import TASKS, Digits, Text
 from lab.virtual.workers import Dense, Engines
 from lightning_safusion.fusion import fused
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.sparsify.schedule import BY_GRADIENT, BY_UPDATE
 
 SPECS = specs()
 ORDER = list(reversed(range(len(SPECS))))
@@ -196,4 +197,4 @@ def test_engines_suit_the_optimizer(make: Callable[..., Engines], optimizer: Any
     for controller in engines.controllers:
         assert (controller.space.selector.units is not None) == divides
         assert (controller.space.memory.decay < 1) == divides
-        assert controller.by_update == divides
+        assert controller.opening is (BY_UPDATE if divides else BY_GRADIENT)
