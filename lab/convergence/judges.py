@@ -1,4 +1,4 @@
-"""What judges the default: tasks on which it was not chosen, other optimizers, other learning rates."""
+"""What judges the default: tasks on which it was not chosen, other optimizers, other learning rates, rivals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ DEFAULT = Scheme("auto", memory="auto", wire="q4")
 DENSITIES, SPARSER = (0.1, 0.05, 0.02, 0.01), (0.005, 0.002)
 #: Steps of the trainings of several lengths.
 LENGTHS = (400, 1200, 4000)
-RATES = (0.5, 1.0, 1.5, 2.0)
+#: Optimizers that need more than 2 %, with what ``density=None`` takes, on tasks that did not choose it.
+OWN_DENSITIES = (
+    ("headers-transformer[optimizer=muon]", SuitedDensity.ESTIMATED),
+    ("headers-transformer[optimizer=lion,lr=0.0005]", SuitedDensity.CAUTIOUS),
+    ("headers-lstm", SuitedDensity.PLAIN),
+)
 #: Tasks that judge the first steps, with their schedules; and those that chose what happens there.
 EARLY = ("noisy-groupnorm", "noisy-separable", "noisy-vit", "headers-transformer", "restoring-transformer")
 EARLY_CHOOSERS = ("noisy-batchnorm", "noise-unet", "bytes-onecycle", "prose-clipped")
@@ -77,17 +82,19 @@ def optimizers() -> Configs:
     return [(task, scheme) for task in tasks for scheme in _at(DENSITIES[:3])]
 
 
-def rates() -> Configs:
-    """Learning rates from half to twice the task's."""
-    task = TASKS["headers-transformer"]
-    return [(task, replace(scheme, lr_scale=rate)) for rate in RATES for scheme in _at((0.1, 0.05, 0.02, 0.01))]
+def own_densities() -> Configs:
+    """Muon, Lion, and an LSTM with SGD."""
+    tasks = [(parse_task(name), density) for name, density in OWN_DENSITIES]
+    return [(task, scheme) for task, density in tasks for scheme in _at((density,))]
 
 
 def rivals() -> Configs:
-    """What sends few bytes in other ways; the last two as few as the default."""
-    schemes = [Scheme("powersgd", rank=rank) for rank in (1, 4)]
-    schemes += [Scheme("demo", density=0.02), Scheme("sparseloco", density=0.04)]
-    return [(TASKS["headers-transformer"], scheme) for scheme in schemes]
+    """What sends few bytes in other ways, at several rates: DeMo and SparseLoCo at published densities, and at more."""
+    schemes = [Scheme("bf16"), *(Scheme("powersgd", rank=rank) for rank in (1, 2, 4))]
+    schemes += [Scheme("demo", density=density) for density in (32 / 64**2, 0.02)]
+    schemes += [Scheme("sparseloco", density=density) for density in (64 / 64**2, 0.04)]
+    rates = (1.0, *EARLY_RATES)
+    return [(TASKS["headers-transformer"], replace(scheme, lr_scale=rate)) for scheme in schemes for rate in rates]
 
 
 def shards() -> Configs:

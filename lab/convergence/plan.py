@@ -244,8 +244,8 @@ STUDIES = MappingProxyType(
         "early-choosers": judges.early(judges.EARLY_CHOOSERS),
         "early-rates": judges.early_rates(),
         "optimizers": judges.optimizers(),
-        "rates": judges.rates(),
         "rivals": judges.rivals(),
+        "own-densities": judges.own_densities(),
         "shards": judges.shards(),
     }
 )

@@ -21,7 +21,7 @@ from lab.tasks import Task
 from lab.virtual.chunks import DEMO_DECAY, DeMo, SparseLoCo
 from lab.virtual.powersgd import PowerSGD
 from lab.virtual.training import VirtualTraining
-from lab.virtual.workers import Averager, Dense, Engines
+from lab.virtual.workers import Averager, Dense, Engines, Rounded
 from lightning_safusion.baselines.hooks import POWERSGD_START
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.metrics import AchievedDensity, CompressionError, TensorMissingRate
@@ -199,6 +199,8 @@ def averager_of(
     """
     if scheme.method == "dense":
         return Dense(specs)
+    if scheme.method == "bf16":
+        return Rounded(specs, torch.bfloat16)
     if scheme.method == "powersgd":
         return PowerSGD(specs, order, scheme.workers, scheme.rank, POWERSGD_START, device=device)
     if scheme.method == "demo":

@@ -302,6 +302,7 @@ _JUDGES = (
         weight_decay=0.1,
         warmup=0.1,
     ),
+    Task("headers-lstm", ByteLSTM, Headers, "loss", "sgd", lr=2.0, steps=400, batch=16, weight_decay=0.0, clip=0.5),
     Task(
         "restoring-transformer",
         Restorer,
