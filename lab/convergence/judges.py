@@ -50,7 +50,16 @@ SHARDED_TASKS = (
 SHARDED_DENSITIES = (0.05, SuitedDensity.WITH_MOMENTUM)
 SHARDED_WORKERS = (2, 4, 8, 16)
 #: What else a training may have.
-OPTIONS = ("clip=1.0", "clip_value=0.01", "weight_decay=0.1", "accumulate=4,batch=8", "precision=bf16")
+OPTIONS = (
+    "clip=1.0",
+    "clip_value=0.01",
+    "weight_decay=0.1",
+    "accumulate=4,batch=8",
+    "precision=bf16",
+    "fused=True",
+    "ema=0.98,schedule=constant",
+    "schedule=onecycle",
+)
 
 
 def _at(densities: Sequence[float]) -> list[Scheme]:

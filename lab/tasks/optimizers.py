@@ -25,7 +25,8 @@ def _sgd(task: Task, params: Sequence[Tensor], lr: float, momentum: float, beta2
 def _of_adams_kind(
     kind: type[Optimizer], task: Task, params: Sequence[Tensor], lr: float, momentum: float, beta2: float
 ) -> list[Optimizer]:
-    options: dict[str, Any] = {"betas": (momentum, beta2), "weight_decay": task.weight_decay, "foreach": True}
+    options: dict[str, Any] = {"betas": (momentum, beta2), "weight_decay": task.weight_decay}
+    options["fused" if task.fused else "foreach"] = True
     return [kind(params, lr=lr, **options)]  # type: ignore[call-arg]  # each of Adam's kind takes them
 
 

@@ -46,7 +46,8 @@ from lightning_safusion.notation import hints_of, read, typed
 # Held-out samples that are evaluated together.
 _EVALUATED = 64
 # What its name stands for in a recipe, and what is in a recipe only if it is not as usual: results of before lack it.
-_PARTS, _LATER = ("name", "model", "data", "metric"), ("clip_value", "accumulate", "precision", "sam", "schedule")
+_PARTS = ("name", "model", "data", "metric")
+_LATER = ("clip_value", "accumulate", "precision", "sam", "schedule", "ema", "fused")
 _VERSIONS = {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
 
 
@@ -75,6 +76,8 @@ class Task:
         warmup: Share of the steps in which the learning rate rises; then it falls to zero along a cosine.
         schedule: ``"cosine"``: as ``warmup`` says; ``"onecycle"``: as ``OneCycleLR`` has it by default, with a first
             beta that falls from 0.95 to 0.85 and rises again; ``"constant"``.
+        ema: Decay of an average of the weights over time, which is evaluated in their place; 0: none.
+        fused: Adam's kind steps in one kernel.
         revision: Raised whenever network or data change, so that results of before are not taken for new ones.
     """
 
@@ -97,6 +100,8 @@ class Task:
     precision: Literal["32", "bf16"] = "32"
     sam: float = 0.0
     schedule: Literal["cosine", "onecycle", "constant"] = "cosine"
+    ema: float = 0.0
+    fused: bool = False
 
     def __post_init__(self) -> None:
         if self.sam and self.accumulate > 1:

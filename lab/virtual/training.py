@@ -9,6 +9,7 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lab.tasks import Batch, Data, Task, evaluate, loss
 from lab.tasks.optimizers import for_use
@@ -38,6 +39,7 @@ class VirtualTraining:
         self.model, self._data = task.model(), task.data(seed, task.batch)
         self.params = [param for param in self.model.parameters() if param.requires_grad]
         self.order = ready_order(self.model, self.params, self._data)
+        self._average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(task.ema)) if task.ema else None
 
     def step(self, number: int, averager: Averager, optimizers: Sequence[Optimizer], lr: float) -> float:
         """Trains for one step, unless the loss is not finite.
@@ -59,6 +61,8 @@ class VirtualTraining:
         if not math.isfinite(mean_loss):
             return mean_loss
         descend(self.task, self.params, averager.average(gradients), optimizers, lr, number)
+        if self._average is not None:
+            self._average.update_parameters(self.model)
         return mean_loss
 
     def _shards(self, number: int) -> Iterable[Sequence[Batch]]:
@@ -100,7 +104,7 @@ class VirtualTraining:
             optimizers: Schedule-free ones hold other weights for training than for use.
         """
         with for_use(optimizers):
-            return evaluate(self.task, self.model, self._data)
+            return evaluate(self.task, self._average or self.model, self._data)
 
 
 def descend(

@@ -309,7 +309,7 @@ def _in_the_long_run(density: DensitySchedule, scattered: float, paced: bool) ->
         return ""
     factor, first = Pace(lambda: scattered * lasting).factor, BY_UPDATE.lasts(lasting) if density.opens else 0
     told = f", with steps {factor:.2g} times as large" if paced and factor > 1 else ""
-    return told + (f"; the first {first} steps send more" if first else "")
+    return told + (f"; the first {first} steps send more, so compare longer runs" if first else "")
 
 
 def fit_to_optimizers(
@@ -348,5 +348,6 @@ def fit_to_optimizers(
         engine.dense_first &= units is None
     lasting = density.lasting()
     if engines[0].opening is BY_GRADIENT and density.opens and lasting is not None and lasting < BY_GRADIENT.density:
-        note += f"{'; ' if note else ''}the first {BY_GRADIENT.lasts(lasting)} steps send more than {lasting:.2g}"
+        first = BY_GRADIENT.lasts(lasting)
+        note += f"{'; ' if note else ''}the first {first} steps send more than {lasting:.2g}, so compare longer runs"
     return switches, carries, note
