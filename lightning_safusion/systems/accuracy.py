@@ -42,7 +42,7 @@ _MEASURED: Mapping[str, Mapping[float, str]] = MappingProxyType(
         "Adafactor": {0.1: "2.0 % below dense training's loss", 0.05: "2.3 % below", 0.02: "2.0 % below"},
         "schedule-free": {0.1: "level (0.3 % above)", 0.05: "1.4 % above dense training's loss", 0.02: "5 % above"},
         "Lion": {0.25: "level (0.4 % above)", 0.1: "2.2 % above dense training's loss", 0.05: "5 %", 0.02: "9.7 %"},
-        "Muon": {0.5: "MUON"},
+        "Muon": {0.65: "MUON"},
     }
 )
 _HOOKS: Mapping[str, str] = MappingProxyType(
