@@ -363,19 +363,21 @@ def test_the_first_windows_send_more() -> None:
         def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
             report = trainer.strategy.report()  # type: ignore[attr-defined]  # of this strategy
             self.densities.append(report["density"])
+            self.counted = trainer.strategy.controller.planner._schedule.windows  # type: ignore[attr-defined]
             assert report["achieved_density"] < 0.5
 
-    def run(rank: int) -> list[list[float]]:
+    def run(rank: int) -> list[tuple[list[float], int]]:
         noted = []
         schedule = LinearRamp(0.08, 0.04, 2)
         for units, density in (("auto", 0.15), ("gradient", 0.15), ("auto", schedule)):
             noting = Noting()
             strategy = SAFusionStrategy(density=density, collective="allgather", select_by=units)
             trainer(strategy, max_epochs=2, max_steps=16, callbacks=[noting]).fit(adamw(), classification())
-            noted.append(noting.densities)
+            noted.append((noting.densities, noting.counted))
         return noted
 
-    for update, gradient, own in run_launched(2, run):
+    for (update, anew), (gradient, all_windows), (own, throughout) in run_launched(2, run):
+        assert anew < all_windows == throughout  # plans are reviewed often again, but not under the user's own schedule
         assert update == [max(0.15, BY_UPDATE(step)) for step in range(16)]
         assert update[0] > update[-1] == 0.15
         assert gradient == [0.15] * 16
