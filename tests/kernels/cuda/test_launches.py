@@ -77,7 +77,7 @@ def test_no_version_needs_many_more_instructions(all_versions: Found) -> None:
     for target in ("80", "90", "100"):
         for label, ratio in study.ratios(all_versions, target).items():
             # a program of each tensor, whose sums 3.8 writes out
-            assert ratio <= (1.7 if label.startswith("share") else 1.5), (label, target)
+            assert ratio <= (1.75 if label.startswith("share") else 1.5), (label, target)
 
 
 def counted(variants: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
