@@ -83,8 +83,9 @@ class SAFusionStrategy(DDPStrategy):
             installed one, or a ``Sparsifier``.
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``. None, with ``memory="auto"``: 0.02
             with Adam, AdamW, NAdam, RMSprop, Adagrad and Adafactor, 0.05 with RAdam, 0.1 with SGD and schedule-free
-            optimizers, 0.25 with Lion and others with a momentum, 0.65 with Muon. The first steps send more
-            (:class:`~lightning_safusion.sparsify.schedule.Opening`), unless it is a ``DensitySchedule``.
+            optimizers, 0.25 with Lion and others with a momentum, 0.65 with Muon. With ``memory="auto"`` the
+            first steps send more (:class:`~lightning_safusion.sparsify.schedule.Opening`), unless it is a
+            ``DensitySchedule``.
         system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is
             SAFusion with four bits per value, ``quota="auto"``, ``memory="auto"`` and ``select_by="auto"``. Its quota
             rule and wire format change where another argument needs it.
@@ -355,7 +356,11 @@ class SAFusionStrategy(DDPStrategy):
         if self._ddp is None or self._bound.are(self.optimizers):
             return
         left = [name for name, _ in untrained(self._ddp.module, self.optimizers)]
-        others = left != self._untrained or suited(self.settings, self.optimizers) is not self.settings
+        other = suited(self.settings, self.optimizers)
+        if self.controller is not None and other is not self.settings:
+            before, after = self.settings.memory.name, other.memory.name
+            announce(f"memory={after!r} takes the place of {before!r} with these optimizers: what that held is lost")
+        others = left != self._untrained or other is not self.settings
         if self.controller is not None and (others or needs_plain_ddp(self.optimizers)):
             self._wrap_again()
         else:

@@ -52,6 +52,29 @@ class TakeTurns(TinyClassifier):
         return [torch.optim.SGD(self.net[:3].parameters(), 0.1), torch.optim.SGD(last, 0.1)]
 
 
+class Orthogonalized(TinyClassifier):
+    """Muon for matrices, AdamW for the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        matrices = [param for param in self.parameters() if param.ndim == 2]
+        others = [param for param in self.parameters() if param.ndim != 2]
+        return torch.optim.Muon(matrices, 0.01), torch.optim.AdamW(others, 0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+
 def classification(samples: int = 640, batch_size: int = 16) -> DataLoader[Any]:
     """A task that a linear model can learn, the same in every process."""
     generator = torch.Generator().manual_seed(3)

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from lightning_safusion import (
+    ConstantDensity,
     DensitySchedule,
     DGCMemory,
     EF21Memory,
@@ -24,7 +25,7 @@ from lightning_safusion import (
 )
 from lightning_safusion.integration.signals import DeferredSignals
 from tests.cluster import Cluster, settings
-from tests.models import TinyClassifier, classification, switched, trainer
+from tests.models import Orthogonalized, TinyClassifier, classification, switched, trainer
 from tests.process_group import run_launched
 
 
@@ -121,9 +122,12 @@ def test_a_memory_with_momentum_keeps_it_on_one_worker(memory: Memory, momentum:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("accumulate", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("density", "accumulate"),
+    [(ConstantDensity(0.05), 1), (0.4, 1), pytest.param(ConstantDensity(0.05), 3, marks=pytest.mark.slow)],
+)
 def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
-    monkeypatch: pytest.MonkeyPatch, accumulate: int
+    monkeypatch: pytest.MonkeyPatch, density: float | ConstantDensity, accumulate: int
 ) -> None:
     from lightning_safusion.comm import LinearCost
     from lightning_safusion.fusion import build
@@ -132,21 +136,22 @@ def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
     costs = {"allgather": LinearCost(1.0, 1.0), "allreduce": LinearCost(1e-6, 1e-12)}
     monkeypatch.setattr(build, "calibrate", lambda transport, device: costs)
 
-    def run(rank: int) -> tuple[Any, int, list[Tensor]]:
+    def run(rank: int) -> tuple[Any, Any, int, list[Tensor]]:
         model = TinyClassifier()
-        strategy = SAFusionStrategy(density=0.05)
+        strategy = SAFusionStrategy(density=density)
         trainer(strategy, max_epochs=4, accumulate_grad_batches=accumulate).fit(model, classification())
         report = strategy.report()
-        return report["plain_ddp"], report["bytes_sent"], [p.detach() for p in model.parameters()]
+        return report["plain_ddp"], report["bytes_sent"], report["windows"], [p.detach() for p in model.parameters()]
 
     def plain(rank: int) -> list[Tensor]:
         model = TinyClassifier()
         trainer("ddp", max_epochs=4, accumulate_grad_batches=accumulate).fit(model, classification())
         return [p.detach() for p in model.parameters()]
 
-    (reason, sent, first), (_, _, second) = run_launched(2, run)
+    (reason, sent, windows, first), (*_, second) = run_launched(2, run)
     assert "predicted to be faster" in reason
     assert sent is None  # plain DDP says nothing of it
+    assert isinstance(density, ConstantDensity) or windows > 59  # not before the density has come down
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     for a, b in zip(first, run_launched(2, plain)[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -166,13 +171,16 @@ def slow_selection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("slow_selection")
-@pytest.mark.parametrize("adaptive", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_plain_ddp_takes_over_from_sparse_windows(adaptive: bool) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("SGD", marks=pytest.mark.slow), "AdamW", "Muon"])
+def test_plain_ddp_takes_over_from_sparse_windows(kind: str) -> None:
+    if kind == "Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this version of torch has no Muon")
+
     def run(rank: int) -> tuple[dict[str, Any], list[str], int, list[Tensor]]:
-        model = TinyClassifier()
-        if adaptive:  # the memory carries its momentum until then
+        model = Orthogonalized() if kind == "Muon" else TinyClassifier()
+        if kind == "AdamW":
             model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters())  # type: ignore[method-assign]  # another optimizer for this model
-        strategy = SAFusionStrategy(density=0.05)
+        strategy = SAFusionStrategy(density=ConstantDensity(0.05))
         carried: list[bool] = []
         deferred: list[bool] = []
 
@@ -183,7 +191,7 @@ def test_plain_ddp_takes_over_from_sparse_windows(adaptive: bool) -> None:
         run = trainer(strategy, max_epochs=4, callbacks=[LambdaCallback(on_train_batch_end=look)])
         run.fit(model, classification())
         held = strategy.settings.memory.accumulated(0, 1).numel()
-        assert carried[0] == adaptive
+        assert carried[0] == (kind != "SGD")  # the memory carries its momentum until then
         assert not carried[-1]
         assert deferred[0]
         assert not deferred[-1]  # no message would carry the news of a signal
@@ -213,7 +221,7 @@ class Abandoned(TinyClassifier):
 @pytest.mark.usefixtures("slow_selection")
 def test_the_engine_goes_on_where_something_is_held_back() -> None:
     def run(rank: int) -> tuple[dict[str, Any], list[str]]:
-        strategy = SAFusionStrategy(density=0.05, find_unused_parameters=True)
+        strategy = SAFusionStrategy(density=ConstantDensity(0.05), find_unused_parameters=True)
         trainer(strategy, max_epochs=4).fit(Abandoned(), classification())
         return strategy.report(), actions(strategy)
 

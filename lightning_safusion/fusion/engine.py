@@ -198,6 +198,7 @@ class Engine:
         if density != self.space.quotas.density:
             self.space.set_density(density)
             self.planner.invalidate(opening=self.opening is not None and self.density.opens)
+        self.planner.opening = self._constant is not None and density > self._constant.density
         plain = self.dense
         plan = self.planner.plan(self.space.shape) if self.order_known and not plain else None
         ticking = False

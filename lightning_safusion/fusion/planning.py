@@ -57,6 +57,7 @@ class Planner:
         decisions: The latest decisions, oldest first; the same on all ranks.
         latest: The latest review that had measured windows; None before.
         replans: Changes of the plan: buffers of the plan before are not used any more.
+        opening: The first steps send more than later ones: plain DDP is not compared with yet. Set by the engine.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Planner:
         self.prior = prior
         self.current: Plan | None = None
         self.replans = 0
+        self.opening = False
         self.latest: Review | None = None
         self._announce = announce
         self._announced: tuple[bool, bool] | None = None  # whether dense and sparse buffers were in the latest line
@@ -227,7 +229,7 @@ class Planner:
             return
         costs = self.costs(shape)
         sparse = any(group.collective != "allreduce" for group in current.groups)
-        if sparse and self._handover.due(costs, prior["allreduce"], seconds):
+        if sparse and not self.opening and self._handover.due(costs, prior["allreduce"], seconds):
             self._handover.begin(current, seconds)
             plan = GroupPricer(replace(costs, sparse_allowed=False)).plan(ddp_buckets(costs.dense_bytes))
             self._change(plan, shape)
@@ -242,7 +244,7 @@ class Planner:
         gain = predicted_gain(current, proposed, costs)
         if gain <= self._trials.required(current, costs, self._schedule.threshold):
             self._decide("stay", current, proposed, gain, None, seconds)
-            self._handover.count_dense(not sparse and costs.sparse_allowed)
+            self._handover.count_dense(not sparse and costs.sparse_allowed and not self.opening)
             return
         self._change(proposed, shape)
         self._trials.begin(current, costs, gain, seconds)

@@ -104,8 +104,7 @@ class GradientSpace:
 
     def holds_residual(self, transport: Transport) -> bool:
         """Whether the error feedback of some rank holds anything. Collective on this communicator."""
-        held = any(bool(state.any()) for state in self.memory.state_dict().values())
-        anywhere = torch.tensor([float(held)], dtype=torch.float32, device=self.device)
+        anywhere = torch.tensor([float(self.memory.holds)], dtype=torch.float32, device=self.device)
         transport.all_reduce(anywhere, "max").wait()
         return bool(anywhere.item())
 

@@ -37,6 +37,7 @@ from lightning_safusion.integration.parameters import (
 )
 from lightning_safusion.integration.units import compares_updates
 from lightning_safusion.kernels import cpu
+from lightning_safusion.sparsify.memory.momentum import AutoEF21Memory
 from lightning_safusion.sparsify.schedule import ConstantDensity, SuitedDensity
 
 # What torch.compile takes for the bucket size when it splits graphs; the real buckets hold one parameter each.
@@ -87,6 +88,8 @@ class EngineExchange(GradientExchange):
             # a checkpoint's residual leaves with the first gradients, then this is plain DDP in all but name
             announce(f"all gradients and the residual of a checkpoint are sent dense, because {choice.reason}")
             settings = replace(settings, density=ConstantDensity(1.0))
+            if isinstance(settings.memory, AutoEF21Memory):  # optimizers keep their momentum
+                settings = replace(settings, memory=AutoEF21Memory(0.0))
         self.settings = settings
         if device.type == "cpu" and not cpu.usable():
             announce("there are no compiled kernels, so NumPy selects; installed with a C compiler it is faster")

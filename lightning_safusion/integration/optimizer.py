@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.pace import Pace
@@ -43,22 +44,37 @@ def suited(settings: EngineSettings, optimizers: Sequence[Optimizer]) -> EngineS
     """The settings with the memory that ``memory="auto"`` stands for with these optimizers.
 
     :class:`EF21Memory` with Muon, whose matrices must be dense before they are made orthogonal (Gruntkowska et al.,
-    Error Feedback for Muon and Friends, 2025); else the settings as they are.
+    Error Feedback for Muon and Friends, 2025), if the collective sends all that it is given; else a residual.
     """
-    if not isinstance(settings.memory, AutoMemory | AutoEF21Memory):
+    memory = settings.memory
+    if not isinstance(memory, AutoMemory | AutoEF21Memory):
         return settings
-    known = all(momenta_of(optimizer) is not None for optimizer in optimizers)
-    kind = AutoEF21Memory if known and any(type(each) in _MUON for each in optimizers) else AutoMemory
-    return settings if type(settings.memory) is kind else replace(settings, memory=kind())
+    momenta = [momenta_of(optimizer, estimated=True) for optimizer in optimizers]
+    estimates = any(map(is_muon, optimizers)) and None not in momenta
+    if not estimates or not find_collective(settings.collective).conserves:
+        return settings if isinstance(memory, AutoMemory) else replace(settings, memory=AutoMemory())
+    if isinstance(memory, AutoEF21Memory):
+        return settings
+    own = any(momentum for each in momenta for momentum in each or ())
+    return replace(settings, memory=AutoEF21Memory() if own else AutoEF21Memory(0.0))
 
 
-def momenta_of(optimizer: Optimizer) -> list[float] | None:
+def is_muon(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is torch's Muon."""
+    return type(optimizer) in _MUON
+
+
+def momenta_of(optimizer: Optimizer, estimated: bool = False) -> list[float] | None:
     """The momentum of each of an optimizer's groups, 0 without one; None if a memory cannot carry it in its place.
 
-    It can for Adam, AdamW, RAdam, torch's Muon, and SGD without dampening, but not for classes derived from them.
+    It can for Adam, AdamW, RAdam, and SGD without dampening, but not for classes derived from them.
+
+    Args:
+        optimizer: Steps with what was sent.
+        estimated: The memory is ``"ef21"``, which can for torch's Muon as well.
     """
-    groups = optimizer.param_groups
-    if type(optimizer) not in (*ADAPTIVE, *_MUON, SGD) or any(group.get("dampening") for group in groups):
+    groups, known = optimizer.param_groups, (*ADAPTIVE, SGD, *(_MUON if estimated else ()))
+    if type(optimizer) not in known or any(group.get("dampening") for group in groups):
         return None
     momenta = [momentum for momentum in map(_own_momentum, groups) if not isinstance(momentum, Tensor)]
     return momenta if len(momenta) == len(groups) and all(0 <= momentum < 1 for momentum in momenta) else None
@@ -76,7 +92,7 @@ def carried_momentum(
     by_update: bool = False,
     scattered: float = 1.0,
 ) -> float | None:
-    """The factor of a momentum that the residual has; None if it has none.
+    """The factor of a momentum that the memory has; None if it has none.
 
     ``memory="decoupled"`` and ``"ef21"`` always carry that of optimizers. ``memory="auto"`` where that has been
     measured to lose less: at densities of up to a quarter for Adam, AdamW and RAdam, and, where elements are compared
@@ -91,7 +107,7 @@ def carried_momentum(
         by_update: Elements are compared in units of the update.
         scattered: Share of that which a worker selects itself.
     """
-    known = [momenta_of(optimizer) for optimizer in optimizers]
+    known = [momenta_of(optimizer, isinstance(memory, EF21Memory)) for optimizer in optimizers]
     own = [momentum for momenta in known if momenta is not None for momentum in momenta]
     if isinstance(memory, DecoupledMomentum | EF21Memory):
         return memory.momentum if any(own) and memory.momentum else None
@@ -119,10 +135,17 @@ class MomentumSwitch:
         optimizer: Adam, AdamW, RAdam, Muon or SGD.
         carried: Whether the memory carries the momentum of a parameter, as of the latest gradients.
         pace: How Adam's kind steps with such parameters, if not as without a momentum; weight decay stays what it is.
+        estimates: The memory is ``"ef21"``, not a residual.
     """
 
-    def __init__(self, optimizer: Optimizer, carried: Callable[[Tensor], bool], pace: Pace | None = None) -> None:
-        self._optimizer, self._carried, self._pace = optimizer, carried, pace
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        carried: Callable[[Tensor], bool],
+        pace: Pace | None = None,
+        estimates: bool = False,
+    ) -> None:
+        self._optimizer, self._carried, self._pace, self._estimates = optimizer, carried, pace, estimates
         self._groups: list[Group] | None = None  # the optimizer's own, while others are in their place
         self._gone: dict[int, Tensor] = {}  # parameters whose latest step was without their own momentum
         self._first: list[float] = []  # momentum of each group when it was first seen, which decides what is carried
@@ -191,7 +214,7 @@ class MomentumSwitch:
             betas = own * self._kept, group["betas"][1]
             yield {**group, "params": gone, "betas": betas, **self._paced(group)}
         elif gone:
-            rate = 1.0 if type(self._optimizer) in _MUON else fades  # Muon's steps do not depend on the scale
+            rate = 1.0 if is_muon(self._optimizer) else fades  # Muon's steps do not depend on the scale
             yield {**group, "params": gone, "momentum": 0.0, "nesterov": False, "lr": group["lr"] / rate}
 
     def _warn(self, number: int, own: float) -> None:
@@ -200,11 +223,16 @@ class MomentumSwitch:
         self._warned = True
         kind = type(self._optimizer).__name__
         name = f"{kind}'s {'betas[0]' if 'betas' in self._optimizer.defaults else 'momentum'} (group {number})"
-        follows = "Only their steps follow" if isinstance(self._optimizer, SGD) else "Only what stays of it follows"
+        kept = "The residual carries the momentum of sparse tensors, with the factor that it had then"
+        if self._estimates:
+            kept = "Gradients are averaged over time in its place, with a factor that stays"
+        follows = "" if self._estimates else " Only what stays of it follows."
+        if isinstance(self._optimizer, SGD):
+            follows = " Only their steps follow."
         rank_zero_warn(
-            f"{name} is {own:.4g} now, and was {self._first[number]:.4g} when training began. The residual carries the "
-            f"momentum of sparse tensors, with the factor that it had then. {follows}. Pass memory='residual' to keep "
-            "the momentum in the optimizer, or cycle_momentum=False to a scheduler that changes it."
+            f"{name} is {own:.4g} now, and was {self._first[number]:.4g} when training began. {kept}.{follows} Pass "
+            "memory='residual' to keep the momentum in the optimizer, or cycle_momentum=False to a scheduler that "
+            "changes it."
         )
 
     @property
@@ -288,12 +316,13 @@ def carry_momentum(
             memory.carry(momentum)
     if momentum is None:
         return [], ""
-    leaving = [optimizer for optimizer in optimizers if any(momenta_of(optimizer) or ())]
+    estimates = isinstance(memories[0], EF21Memory)
+    leaving = [optimizer for optimizer in optimizers if any(momenta_of(optimizer, estimates) or ())]
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in leaving))
-    if isinstance(memories[0], EF21Memory):
+    if estimates:
         note = f"gradients are averaged over time before they are sent (memory='ef21', factor {momentum:.3g}), in "
-        note += f"place of the momentum of {names}; memory='residual' keeps that"
-        return [MomentumSwitch(optimizer, carried) for optimizer in leaving], note
+        note += f"place of the momentum of {names}"
+        return [MomentumSwitch(optimizer, carried, estimates=True) for optimizer in leaving], note
     note = f"{names} leaves the momentum of sparse tensors to the residual" if leaving else "the residual fades"
     note += f" (factor {momentum:.3g}); memory='residual' " + ("keeps it in the optimizer" if leaving else "keeps it")
     if pace is not None:

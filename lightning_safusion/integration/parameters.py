@@ -12,11 +12,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_safusion.integration.optimizer import carried_momentum, momenta_of
+from lightning_safusion.integration.optimizer import carried_momentum, is_muon, momenta_of
 from lightning_safusion.integration.units import is_schedule_free
 from lightning_safusion.lookup import suggestion
 from lightning_safusion.sparsify.memory.contract import Memory
-from lightning_safusion.sparsify.memory.momentum import AutoEF21Memory, EF21Memory
+from lightning_safusion.sparsify.memory.momentum import EF21Memory
 from lightning_safusion.sparsify.memory.residual import DecoupledMomentum
 from lightning_safusion.sparsify.schedule import SuitedDensity
 
@@ -116,9 +116,9 @@ def refuse_double_momentum(memory: Memory, optimizer: torch.optim.Optimizer) -> 
             f"memory='dgc' applies momentum before selection, and {name} would apply it again. Use "
             "torch.optim.SGD with momentum=0, or memory='residual'."
         )
-    if isinstance(memory, DecoupledMomentum | EF21Memory) and momenta_of(optimizer) is not None:
-        return  # a switch turns it off
     if isinstance(memory, DecoupledMomentum | EF21Memory) and memory.momentum:
+        if momenta_of(optimizer, isinstance(memory, EF21Memory)) is not None:
+            return  # a switch turns it off
         twice = [group for group in optimizer.param_groups if group.get("momentum") or group.get("betas", (0,))[0]]
         if twice:
             instead = "EF21Memory(momentum=0)" if isinstance(memory, EF21Memory) else "memory='residual'"
@@ -143,14 +143,15 @@ def suit_density(
     Raises:
         MisconfigurationException: If there is none that is known.
     """
-    if isinstance(memory, AutoEF21Memory):
-        density.density = SuitedDensity.ESTIMATED
+    if isinstance(memory, EF21Memory):
+        density.density = SuitedDensity.ESTIMATED if any(map(is_muon, optimizers)) else SuitedDensity.PLAIN
         return
     if any(type(optimizer).__name__ == "Muon" for optimizer in optimizers):
         raise MisconfigurationException(
             "with Muon a density is known to end level with dense training (docs/convergence.md) for torch.optim.Muon, "
-            "alone or beside Adam, AdamW, RAdam or SGD, and memory='auto'. Use these, plain DDP, or name a density, as "
-            "in SAFusionStrategy(density=0.5), to train so all the same."
+            "alone or beside Adam, AdamW, RAdam, or SGD without dampening, with memory='auto' and another collective "
+            "than 'gtopk'. Use these, plain DDP, or name a density, as in SAFusionStrategy(density=0.5), to train so "
+            "all the same."
         )
     density.density = SuitedDensity.PLAIN  # not that of optimizers before these
     if carried_momentum(memory, density, optimizers, by_update) is not None:
@@ -184,11 +185,16 @@ def caution(memory: Memory, density: float, optimizer: torch.optim.Optimizer, ca
     adaptive = has_betas or (
         not isinstance(optimizer, torch.optim.SGD) and any(group.get("momentum") for group in groups)
     )
+    name = type(optimizer).__name__
+    if name == "Muon" and memory.name in ("residual", "auto", "ef21") and density < SuitedDensity.ESTIMATED:
+        return (
+            f"Muon may end with a higher loss at a density of {density:.2g} than without compression. What "
+            f"memory='auto' with density=None takes with torch.optim.Muon, {SuitedDensity.ESTIMATED}, ended level"
+        )
     if not adaptive or carried or memory.name not in ("residual", "auto") or density >= _DENSE_ENOUGH:
         return None
-    name = type(optimizer).__name__
     remedy = "memory='decoupled'"
-    if not has_betas:  # Muon's momentum is that of its matrices
+    if not has_betas:
         remedy = "AdamW"
     elif momenta_of(optimizer) is None:
         remedy += f" with betas=(0.0, ...) for {name}"

@@ -81,6 +81,7 @@ def groups(*betas: float) -> Make:
         (DecoupledMomentum(0.8), 0.1, [lambda p: SGD(p, 0.1)], None),  # there is nothing to switch off
         (EF21Memory(0.8), 0.5, [AdamW], 0.8),
         (EF21Memory(0.0), 0.5, [AdamW], None),
+        (EF21Memory(0.8), 0.5, [NAdam], None),
     ],
 )
 def test_whose_momentum_it_is(

@@ -10,6 +10,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from lightning_safusion.integration.units import SecondMoments, compares_updates
 from lightning_safusion.sparsify import ResidualMemory
 from lightning_safusion.sparsify.schedule import BY_UPDATE, LinearRamp, SuitedDensity
 from lightning_safusion.systems.accuracy import default_density
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import Orthogonalized, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
 
@@ -242,38 +243,26 @@ def test_muon_is_refused_where_no_estimates_are_sent_unless_a_density_is_named()
         suit_density(SuitedDensity(), ResidualMemory(), [muon], by_update=False)
 
 
-class Orthogonalized(TinyClassifier):
-    """Muon for matrices, AdamW for the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        matrices = [param for param in self.parameters() if param.ndim == 2]
-        others = [param for param in self.parameters() if param.ndim != 2]
-        return torch.optim.Muon(matrices, 0.01), AdamW(others, 0.01)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        optimizers: Any = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
-        return loss
-
-
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this version of torch has no Muon")
-def test_muon_gets_running_estimates(caplog: pytest.LogCaptureFixture) -> None:
+def test_muon_gets_running_estimates(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """A job that sends everything from there on leaves the momentum to Muon."""
+
     def run(rank: int) -> Any:
         strategy, model = SAFusionStrategy(collective="allgather"), Orthogonalized()
+        job = trainer(strategy, max_steps=12)
         with caplog.at_level(logging.INFO):
-            trainer(strategy, max_steps=12).fit(model, classification())
+            job.fit(model, classification())
         assert strategy.optimizers[0].param_groups[0]["momentum"] == 0.95  # between steps
         found = [strategy.settings.memory.name, strategy.settings.density.lasting(), strategy.report()["density"]]
         back = suited(strategy.settings, [AdamW(model.parameters())]).memory.name  # as for a later fit
+        job.save_checkpoint(tmp_path / "last.ckpt")
+        dense = SAFusionStrategy(density=1.0)
+        trainer(dense, max_epochs=3, max_steps=16).fit(
+            Orthogonalized(), classification(), ckpt_path=tmp_path / "last.ckpt"
+        )
+        assert dense.report()["plain_ddp"] is None  # what was not sent yet leaves with the first gradients
+        assert dense.report()["windows"] > strategy.report()["windows"]
+        assert all(state["momentum_buffer"].any() for state in dense.optimizers[0].state.values())
         return [*found, back], [param.detach().clone() for param in model.parameters()], caplog.text
 
     (found, weights, said), (_, others, _) = run_launched(2, run)

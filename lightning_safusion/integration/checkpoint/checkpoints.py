@@ -178,8 +178,8 @@ def save(engine: Engine, settings: Mapping[str, str], path: _PATH, inside: bool 
         OSError: On all ranks, if any could not write its part; no rank's part stays.
     """
     space, transport = engine.space, engine.transport
-    holds = any(bool(state.any()) for state in space.memory.state_dict().values())
-    proposals = transport.gather_objects((uuid.uuid4().hex, "" if inside else parts.side_folder(path), holds))
+    folder = "" if inside else parts.side_folder(path)
+    proposals = transport.gather_objects((uuid.uuid4().hex, folder, space.memory.holds))
     nonce, folder, _ = proposals[0]
     header = {"format": parts.FORMAT, "package": __version__, "nonce": nonce, "world_size": transport.world_size}
     entry = header | {

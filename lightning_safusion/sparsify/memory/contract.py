@@ -97,6 +97,11 @@ class Memory(ABC):
         # An addition, not an assignment: padding may repeat the index of an element that was sent.
         self._pending.data[start:].index_add_(0, indices, sent, alpha=-1)
 
+    @property
+    def holds(self) -> bool:
+        """Whether anything waits to be sent. Reads the device."""
+        return bool(self._pending.data.any())
+
     def commit_message(self, start: int, stop: int, message: Message) -> bool:
         """:meth:`commit` of a message of the span ``[start, stop)``, which takes less memory.
 

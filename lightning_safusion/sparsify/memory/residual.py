@@ -143,6 +143,10 @@ class NoMemory(Memory):
     vectors = ("gradients",)
     pending = "gradients"
 
+    @property
+    def holds(self) -> bool:
+        return False
+
     def bind(self, edges: Sequence[int], device: torch.device) -> None:
         super().bind(edges, device)
         self._filled: set[int] = set()
