@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
-from lightning_safusion import SAFusionStrategy
+from lightning_safusion import ConstantDensity, SAFusionStrategy
 from lightning_safusion.comm import LinearCost
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.fusion import build
@@ -128,7 +128,7 @@ def test_where_no_gradients_carry_notices_ranks_ask(
     monkeypatch.setattr(build, "calibrate", lambda transport, device: costs)
 
     def train(rank: int) -> str:
-        strategy = SAFusionStrategy(density=0.05, collective="auto" if step is None else "allgather")
+        strategy = SAFusionStrategy(density=ConstantDensity(0.05), collective="auto" if step is None else "allgather")
         run = trainer(strategy, max_epochs=2 if step else 4, limit_val_batches=1, num_sanity_val_steps=0)
         try:
             run.fit(Interrupted(tmp_path, step), classification(), classification() if where == "validation" else None)
