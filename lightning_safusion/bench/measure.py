@@ -112,7 +112,9 @@ class Task:
         """
         if system in REFERENCE_STRATEGIES:
             return REFERENCE_STRATEGIES[system](process_group_backend="gloo")
-        return parse_row(system).strategy(self.density)
+        strategy = parse_row(system).strategy(self.density)
+        strategy.settings.density.opens = False  # steps are timed as they will last
+        return strategy
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,9 @@ class Settings:
         """
         row = parse_row(system)
         auto = row.published.ddp_hook is None and row.published.collective == "auto"
-        return row.strategy(self.density, **({"collective": "allgather"} if auto else {}))
+        strategy = row.strategy(self.density, **({"collective": "allgather"} if auto else {}))
+        strategy.settings.density.opens = False  # all rows send the same
+        return strategy
 
 
 def run_demo(

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_safusion import SAFusionStrategy, Segments, Selection, TopK
+from lightning_safusion import ConstantDensity, SAFusionStrategy, Segments, Selection, TopK
 from lightning_safusion.callbacks import TraceRecorder
 from lightning_safusion.comm import LinearCost
 from lightning_safusion.fusion import build
@@ -91,7 +91,9 @@ def test_a_first_step_that_is_averaged_as_ddp_does_is_not_recorded(monkeypatch: 
 
     def run(rank: int) -> str:
         recorder, model = TraceRecorder(None, record_steps=4, skip_steps=0), SleepyClassifier()
-        trainer(SAFusionStrategy(density=0.05), callbacks=[recorder], max_steps=4).fit(model, classification())
+        trainer(SAFusionStrategy(density=0.05), callbacks=[recorder], max_steps=4).fit(
+            model, classification()
+        )
         return "" if recorder.trace is None else recorder.trace.source
 
     assert "medians of 2 steps" in run_launched(2, run)[0]  # without the first and the last
@@ -116,7 +118,7 @@ def test_recorded_steps_are_written_when_plain_ddp_takes_over(
 
     def run(rank: int) -> tuple[str, str]:
         recorder = TraceRecorder(tmp_path / "job.json", record_steps=1000, skip_steps=2)
-        trainer(SAFusionStrategy(density=0.05), callbacks=[recorder], max_epochs=4).fit(
+        trainer(SAFusionStrategy(density=ConstantDensity(0.05)), callbacks=[recorder], max_epochs=4).fit(
             TinyClassifier(), classification()
         )
         return (recorder.trace.source if recorder.trace else ""), caplog.text
