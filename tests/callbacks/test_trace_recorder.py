@@ -91,9 +91,7 @@ def test_a_first_step_that_is_averaged_as_ddp_does_is_not_recorded(monkeypatch: 
 
     def run(rank: int) -> str:
         recorder, model = TraceRecorder(None, record_steps=4, skip_steps=0), SleepyClassifier()
-        trainer(SAFusionStrategy(density=0.05), callbacks=[recorder], max_steps=4).fit(
-            model, classification()
-        )
+        trainer(SAFusionStrategy(density=0.05), callbacks=[recorder], max_steps=4).fit(model, classification())
         return "" if recorder.trace is None else recorder.trace.source
 
     assert "medians of 2 steps" in run_launched(2, run)[0]  # without the first and the last

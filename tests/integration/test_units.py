@@ -25,9 +25,9 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.integration.optimizer import MomentumSwitch, suited
 from lightning_safusion.integration.pace import Pace
-from lightning_safusion.integration.parameters import suit_density
+from lightning_safusion.integration.parameters import caution, refuse_double_momentum, suit_density
 from lightning_safusion.integration.units import SecondMoments, compares_updates, is_schedule_free
-from lightning_safusion.sparsify import ResidualMemory
+from lightning_safusion.sparsify import DecoupledMomentum, EF21Memory, ResidualMemory
 from lightning_safusion.sparsify.schedule import BY_UPDATE, LinearRamp, SuitedDensity
 from lightning_safusion.systems.accuracy import default_density
 from tests.models import Orthogonalized, TinyClassifier, classification, trainer
@@ -269,6 +269,25 @@ def test_muon_gets_running_estimates(caplog: pytest.LogCaptureFixture, tmp_path:
     assert found == ["ef21", 0.65, 0.65, "auto"]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, others, strict=True))
     assert "in place of the momentum of Muon and AdamW" in said
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this version of torch has no Muon")
+def test_what_suits_muon() -> None:
+    def memory(collective: str, optimizer: Optimizer) -> Any:
+        return suited(SAFusionStrategy(collective=collective).settings, [optimizer]).memory
+
+    params = [nn.Parameter(torch.ones(4, 4))]
+    muon = torch.optim.Muon(params)
+    assert memory("allgather", muon).momentum == 0.8
+    assert memory("allgather", torch.optim.Muon(params, momentum=0.0)).momentum == 0.0
+    assert memory("gtopk", muon).name == "auto"  # it drops some of what estimates would add up
+    for optimizer, density in ((muon, 0.65), (AdamW(params), 0.1)):
+        suit_density(own := SuitedDensity(), EF21Memory(), [optimizer], by_update=False)
+        assert own.density == density
+    with pytest.raises(MisconfigurationException, match="Muon would apply it again"):
+        refuse_double_momentum(DecoupledMomentum(), muon)
+    assert "Muon may end with a higher loss" in str(caution(EF21Memory(), 0.1, muon))
+    assert caution(EF21Memory(), 0.65, muon) is None
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this version of torch has no Muon")
