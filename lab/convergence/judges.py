@@ -18,6 +18,7 @@ DEFAULT = Scheme("auto", memory="auto", wire="q4")
 DENSITIES, SPARSER = (0.1, 0.05, 0.02, 0.01), (0.005, 0.002)
 #: Steps of the trainings of several lengths.
 LENGTHS = (400, 1200, 4000)
+RATES = (0.5, 1.0, 2.0)
 #: Optimizers that need more than 2 %, with what ``density=None`` takes, on tasks that did not choose it.
 OWN_DENSITIES = (
     ("headers-transformer[optimizer=muon]", SuitedDensity.ESTIMATED),
@@ -102,8 +103,8 @@ def rivals() -> Configs:
     schemes = [Scheme("bf16"), *(Scheme("powersgd", rank=rank) for rank in (1, 2, 4))]
     schemes += [Scheme("demo", density=density) for density in (32 / 64**2, 0.02)]
     schemes += [Scheme("sparseloco", density=density) for density in (64 / 64**2, 0.04)]
-    rates = (1.0, *EARLY_RATES)
-    return [(TASKS["headers-transformer"], replace(scheme, lr_scale=rate)) for scheme in schemes for rate in rates]
+    task = TASKS["headers-transformer"]
+    return [(task, replace(scheme, lr_scale=rate)) for scheme in schemes for rate in RATES]
 
 
 def shards() -> Configs:

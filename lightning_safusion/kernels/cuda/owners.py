@@ -135,14 +135,7 @@ class OwnerKernels(BufferKernels):
         addresses = self.located.addresses
         sent = mail.sending, self.constants.shape, self.constants.tensors, addresses, self.memory
         yield self.tables.tiles, [*map(address_of, sent), 0, self.tables.number, *[0] * 6]
-        owned = (
-            mail.delivering,
-            self._second.shape,
-            self._second.tensors,
-            self.located.addresses,
-            self.memory,
-            self._sums,
-        )
+        owned = mail.delivering, self._second.shape, self._second.tensors, addresses, self.memory, self._sums
         headers = address_of(self.origin), address_of(mail.arriving)
         reported = self.world - 1, mail.arriving.shape[1], self.tables.heads, place
         yield self._taken, [*map(address_of, owned), self.tables.number, *headers, *reported]
