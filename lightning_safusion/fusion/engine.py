@@ -130,9 +130,14 @@ class Engine:
     @property
     def next_density(self) -> float:
         """Density of the next window."""
-        constant = self._constant
-        density = constant.density if constant is not None else self.density(self.windows, self.epoch)
+        density = self._scheduled
         return max(density, self.opening(self.windows)) if self.opening and self.density.opens else density
+
+    @property
+    def _scheduled(self) -> float:
+        """The same without an opening."""
+        constant = self._constant
+        return constant.density if constant is not None else self.density(self.windows, self.epoch)
 
     @property
     def undecided(self) -> bool:
@@ -197,8 +202,8 @@ class Engine:
         density = self.next_density
         if density != self.space.quotas.density:
             self.space.set_density(density)
-            self.planner.invalidate(opening=self.opening is not None and self.density.opens)
-        self.planner.opening = self._constant is not None and density > self._constant.density
+            self.planner.invalidate()
+        self.planner.opening = self.density.opens and density > self._scheduled
         plain = self.dense
         plan = self.planner.plan(self.space.shape) if self.order_known and not plain else None
         ticking = False

@@ -57,7 +57,7 @@ class Planner:
         decisions: The latest decisions, oldest first; the same on all ranks.
         latest: The latest review that had measured windows; None before.
         replans: Changes of the plan: buffers of the plan before are not used any more.
-        opening: The first steps send more than later ones: plain DDP is not compared with yet. Set by the engine.
+        opening: The latest window sends more than later ones will, so that plain DDP waits. Set by the engine.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Planner:
             self._describe(self.current, shape)
         return self.current
 
-    def invalidate(self, order_changed: bool = False, opening: bool = False) -> None:
+    def invalidate(self, order_changed: bool = False) -> None:
         """Drops the plan: quotas have changed, or the order (then measured times are dropped as well)."""
         self.current = self._search = self._tick_costs = self._trials.pending = None
         self._handover.drop()
@@ -127,7 +127,7 @@ class Planner:
             self._profile = self._recorder = self._trials.broken = None
             if not on_trial:
                 self._schedule.restart()  # the one plan was made for another order
-        if opening and on_trial:
+        if self.opening and on_trial:
             self._schedule.restart()  # plans are reviewed often again; under a ramp they would never be
 
     def fuse(self, shape: JobShape, start: int, stop: int) -> list[Group]:
