@@ -135,7 +135,9 @@ def measured(place: Device, network: Network, name: str, system: str) -> tuple[T
     hook = isinstance(SYSTEMS[system], HookSystem)
     dense = POWERSGD_START + 1 if system.startswith("powersgd") else 3
     timed = Timed(place, network, dense, 0 if hook else _PLANNED if place.cuda else 2)
-    model, strategy = Model(name, small=not place.cuda), BehindALink(network, system)
+    with place.device:  # to draw the numbers of a large one on the host would take as long as its steps
+        model = Model(name, small=not place.cuda)
+    strategy = BehindALink(network, system)
     if place.cuda:
         torch.cuda.reset_peak_memory_stats(place.device)
     trainer = Trainer(

@@ -56,7 +56,7 @@ STAGES: dict[str, Stage] = {
     ),
     "passes": Stage("lab.gpu.timing:passes", "first", 60, "the time of every kernel against a copy"),
     "windows": Stage("lab.gpu.timing:windows", "first", 60, "windows of BERT-base: device, host, launches and memory"),
-    "precisions": Stage("lab.gpu.steps:precisions", "first", 45, "a loss scaler, and parameters in 16 bits"),
+    "precisions": Stage("lab.gpu.steps:precisions", "first", 75, "a loss scaler, and parameters in 16 bits"),
     "waits": Stage("lab.gpu.waits:waits", "second", 40, "where the host waits for the device, each with its stack"),
     "races": Stage("lab.gpu.races:races", "second", 45, "windows whose streams are late at random, some abandoned"),
     "graphs": Stage("lab.gpu.races:graphs", "second", 30, "selection and packing replayed from a CUDA graph"),

@@ -208,7 +208,9 @@ def passes(setting: Setting) -> Iterator[Figure]:
         seconds = buffers.timed(repetitions)
         found = factors(speed, seconds, work)
         for name in seconds:
-            if world_size == few or name == "decode":
+            if name not in found:  # its bytes and instructions are not counted
+                yield note(f"{name}, {world_size} workers", seconds[name] * 1e3, "ms")
+            elif world_size == few or name == "decode":
                 yield _kernel(name, world_size, seconds[name], found[name], work[name], buffers.numel)
         yield Figure(f"sum of the kernels, {world_size} workers", sum(seconds.values()) * 1e3, "ms", most=budget)
         whole = place.median(buffers.window, repetitions, buffers.refresh)

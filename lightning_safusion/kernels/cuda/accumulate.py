@@ -35,6 +35,22 @@ def keys_of(
     return quotient(x, roots)
 
 
+# How far below its last limit, in steps of a float32, the first digits of a tensor are counted: a quarter of an octave.
+_MARGIN = tl.constexpr(1 << 21)
+
+
+@triton.jit
+def uncounted_digits(limits: tl.tensor, tensor: tl.tensor, bits: tl.tensor) -> tl.tensor:
+    """Keys with this first digit or a lesser one are not counted at first: the limit of the last window was above.
+
+    Few keys are left: a device adds to its memory at a twentieth of the rate at which it reads. Where they are fewer
+    than a quota, :func:`~lightning_safusion.kernels.cuda.digits.count_rest` counts the others. Digit 0 is never
+    counted, since all keys are that or more.
+    """
+    floor = tl.maximum(tl.load(limits + tensor) - _MARGIN, 0) >> (31 - bits)
+    return tl.maximum(floor - 1, 0)
+
+
 @triton.jit
 def own_histogram(
     histogram: tl.tensor,
@@ -61,6 +77,7 @@ def compensate(
     scales: tl.tensor,
     flags: tl.tensor,
     histogram: tl.tensor,
+    limits: tl.tensor,
     message: tl.tensor,
     decay: tl.tensor,
     share: tl.tensor,
@@ -74,9 +91,9 @@ def compensate(
     """Residual times decay plus gradient, product and sum rounded apart; elements that are not finite add nothing.
 
     Writes the flag of a tensor that has such elements, into its dense lane a ``share`` of its elements, the keys (int32
-    [N], only with ``MOMENT`` of 0 or more, the kind of the moments), and counts the first digits of the keys (int32
-    [rows, 2^BITS]) but for 0: all keys are that or more. ``GRAD`` is the kind of the gradients. One program for each
-    chunk (int32 [3, count]: tensor, first, end).
+    [N], only with ``MOMENT`` of 0 or more, the kind of the moments), and counts first digits of the keys in ``histogram``
+    (int32 [rows, 2^BITS]), those above :func:`uncounted_digits`. ``limits``: int32 [T], of the last window. ``GRAD`` is
+    the kind of the gradients. One program for each chunk (int32 [3, count]: tensor, first, end).
     """
     chunk = tl.program_id(0)
     tensor = tl.load(chunks + chunk)
@@ -86,7 +103,9 @@ def compensate(
     moments = tl.load(addresses + MOMENTS * number + tensor)
     lane = tl.load(addresses + LANES * number + tensor)
     epsilon, unscale = tl.load(epsilons + tensor), tl.load(scales + 1)
-    uncounted = tl.where(tl.load(tensors + QUOTAS * (number + 1) + tensor) > 0, 0, 1 << BITS)
+    uncounted = tl.where(
+        tl.load(tensors + QUOTAS * (number + 1) + tensor) > 0, uncounted_digits(limits, tensor, BITS), 1 << BITS
+    )
     histogram = own_histogram(histogram, tensors, tensor, chunk, number, BITS)
     bad = tl.zeros([BLOCK], tl.int32)
     for at in range(start, stop, BLOCK):

@@ -24,7 +24,7 @@ __all__ = ["BufferKernels", "Packer", "Weighing", "WindowKernels", "Workspace", 
 
 #: Elements that a program of the kernels holds at a time, and entries, in groups of 32, and bits of a message.
 BLOCK, GROUPS, BITS = 1024, 16, 256
-_ITEMS = 512  # of its candidates
+_ADDED, _ITEMS = 512, 512  # where gradients are added, which takes many registers; of candidates
 _TURNS = 4  # sets of tensors, each of an optimizer, that take turns without being told to the device again
 _HEADERS = 16  # bytes before the headers in what the host reads
 
@@ -45,8 +45,10 @@ class Packer:
         self.entries = self.largest = torch.empty(0, dtype=torch.int32)  #: [2, most], [P]: see :func:`encode.write`
         self.selected = False  #: what :meth:`pack` writes is there
         self.room = tables.room  #: entries of a window
-        #: int32 [T], [T, bins]: what is written before :meth:`find`.
+        #: int32 [T], [rows, bins]: what is written before :meth:`find`.
         self.flags = self.histogram = torch.empty(0, dtype=torch.int32)
+        #: int32 [T], the least keys that the last window has sent: they tell which first digits are counted.
+        self.limits = torch.zeros(tables.number, dtype=torch.int32, device=out.device)
 
     def take(self, more: Sequence[int] = (), *, known: bool = False) -> list[Tensor]:
         """Takes memory for a selection; returns further int32 vectors of the lengths ``more``.
@@ -62,7 +64,7 @@ class Packer:
         zeros = [tables.heads, message.parts, *pool_sizes, *histogram_sizes]
         # entries are written when histograms have been read for the last time: they begin where these do
         beyond = max(0, 2 * message.capacity - sum(histogram_sizes))
-        rest = [beyond, *[4 * number] * len(levels), 3 * count, 2 * self._listing, *more]
+        rest = [beyond, *[4 * number] * len(levels), number, 3 * count, 2 * self._listing, *more]
         taken = iter(self.workspace.take([*zeros, *rest], len(zeros)))
         self.flags, self.largest = next(taken), next(taken)
         self._pools = [next(taken) for _ in pool_sizes]
@@ -70,7 +72,7 @@ class Packer:
         behind = next(taken)
         self.entries = [*self._histograms, behind][0].as_strided((2 * message.capacity,), (1,))
         self._states = [next(taken) for _ in levels]
-        self._counts, self._lists, *others = taken
+        self._counted, self._counts, self._lists, *others = taken
         self.histogram = self._histograms[0] if self._histograms else self.flags
         return others
 
@@ -85,12 +87,15 @@ class Packer:
         for level, bits in enumerate(levels):
             before, found = self._states[max(level - 1, 0)], self._states[level]
             histogram, pool = self._histograms[level], (self._pools or self._histograms)[level]
-            if pooled or (level == 0 and tables.rows[-1] > number):
-                self.share(level)
+            if pooled or level == 0:
+                self._share(level)
+            if level == 0 and not pooled:
+                known = histogram, self.limits, self._counted
+                launch(digits.count_rest, count, *span, *known, number, count, BITS=bits, BLOCK=BLOCK)
             if level == last:
                 launch(
-                    digits.count_chunks, count, *span, histogram, pool, before, found, *lists, *sizes, BITS=bits,
-                    POOLED=pooled, BLOCK=_ITEMS,
+                    digits.count_chunks, count, *span, histogram, pool, before, found, *lists, self.limits, *sizes,
+                    BITS=bits, POOLED=pooled, BLOCK=_ITEMS,
                 )  # fmt: skip
                 break
             following = levels[level + 1]
@@ -113,10 +118,10 @@ class Packer:
             SCALED=tables.message.values == FOUR_BITS,
         )  # fmt: skip
 
-    def share(self, level: int) -> None:
+    def _share(self, level: int) -> None:
         """Adds up histograms of a digit: those of a tensor, and what tensors take of their pool."""
         histogram, pool = self._histograms[level], (self._pools or self._histograms)[level]
-        arrays = histogram, self.constants.tensors, self._states[max(level - 1, 0)], pool
+        arrays = histogram, self.constants.tensors, self._states[max(level - 1, 0)], pool, self._counted
         number, bits = self.tables.number, self.tables.digits[level]
         launch(digits.share, number, *arrays, number, BITS=bits, FIRST=level == 0, POOLED=bool(self._pools))
 
@@ -300,9 +305,9 @@ class BufferKernels:
             torch._foreach_zero_(located.silent)
         for kind, moment, chunks, count in located.launches:
             arrays = self.constants.tensors, located.addresses, located.epsilons, self.scales
-            counted = self.packer.flags, self.packer.histogram, self.origin
+            counted = self.packer.flags, self.packer.histogram, self.packer.limits, self.origin
             sizes = decay, self.share, self.tables.number, count
-            options = {"GRAD": kind, "MOMENT": moment, "BITS": bits, "BLOCK": BLOCK}
+            options = {"GRAD": kind, "MOMENT": moment, "BITS": bits, "BLOCK": _ADDED}
             launch(accumulating.compensate, count, self.memory, keys, chunks, *arrays, *counted, *sizes, **options)
 
     def pack(self, notices: int) -> None:
@@ -429,7 +434,6 @@ def probe(device: torch.device) -> None:
     for weighing in (None, Weighing([gradient], [1e-8], keys)):
         kernels.locate([gradient], weighing)
         kernels.select(1.0, weighing)
-    kernels.packer.share(0)  # which a tensor of so few chunks does not need
     kernels.pack(0)
     kernels.decode(1.0, windows.status)
     windows.commit([kernels])

@@ -14,9 +14,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightning_safusion.kernels.cuda.accumulate import uncounted_digits
 from lightning_safusion.kernels.cuda.elements import DESCRIPTION, HIGH, LISTS, LOW, MAGNITUDE, QUOTAS, ROWS, SPANS
 
 _COPIES = tl.constexpr(2)  # histograms that are added up together
+
+
+@triton.jit(do_not_specialize=["number", "count"], do_not_specialize_on_alignment=["keys"])
+def count_rest(
+    keys: tl.tensor,
+    chunks: tl.tensor,
+    tensors: tl.tensor,
+    histogram: tl.tensor,
+    limits: tl.tensor,
+    counted: tl.tensor,
+    number: tl.tensor,
+    count: tl.tensor,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Counts the first digits that were not counted, where those that were (``counted``, int32 [T]) are fewer than the
+    quota: the limit has fallen far. A program for each chunk."""
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunks + chunk)
+    uncounted = uncounted_digits(limits, tensor, BITS)
+    if (uncounted > 0) & (tl.load(counted + tensor) < tl.load(tensors + QUOTAS * (number + 1) + tensor)):
+        start, stop = tl.load(chunks + count + chunk), tl.load(chunks + 2 * count + chunk)
+        histogram += tl.load(tensors + ROWS * (number + 1) + tensor) << BITS
+        for at in range(start, stop, BLOCK):
+            offsets = at + tl.arange(0, BLOCK)
+            digits = (tl.load(keys + offsets, mask=offsets < stop, other=0) & MAGNITUDE) >> (31 - BITS)
+            tl.atomic_add(histogram + digits, 1, mask=(digits > 0) & (digits <= uncounted), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -25,6 +53,7 @@ def share(
     tensors: tl.tensor,
     states: tl.tensor,
     pool: tl.tensor,
+    counted: tl.tensor,
     number: tl.tensor,
     BITS: tl.constexpr,
     FIRST: tl.constexpr,
@@ -32,7 +61,7 @@ def share(
 ) -> None:
     """Adds to the pool (int32 [2^BITS]) what a tensor takes if the limit of all has this digit. A program a tensor.
 
-    The first launch adds up the histograms of a tensor, into the first of them.
+    The first launch adds up the histograms of a tensor, into the first of them, and says how many keys they have.
     """
     tensor = tl.program_id(0)
     BINS: tl.constexpr = 1 << BITS
@@ -49,6 +78,7 @@ def share(
                 own += tl.sum(tl.load(places, mask=(copy < copies)[:, None], other=0), 0)
             tl.debug_barrier()
             tl.store(histogram + row * BINS + bins, own)
+            tl.store(counted + tensor, tl.sum(own, 0))
         else:
             own = tl.load(histogram + tensor * BINS + bins)
         if POOLED:
@@ -339,6 +369,7 @@ def count_chunks(
     found: tl.tensor,
     lists: tl.tensor,
     counts: tl.tensor,
+    limits: tl.tensor,
     room: tl.tensor,
     number: tl.tensor,
     count: tl.tensor,
@@ -350,7 +381,8 @@ def count_chunks(
     """Writes the limits, and how many keys of each chunk are above and at them.
 
     ``found`` is int32 [4, T]: limits, keys above them, pinned, keys at them; ``counts`` (int32 [3, count]) gets its
-    first two rows.
+    first two rows. ``limits`` (int32 [T]) are kept for the next window; those of a pool stay 0, as a tensor may follow
+    the limit of others.
     """
     chunk = tl.program_id(0)
     tensor = tl.load(chunks + chunk)
@@ -358,6 +390,8 @@ def count_chunks(
         limit, above, pinned, equal = _resolve(before, pool, tensors, states, tensor, room, number, BITS, False, POOLED)
         leads = _tell(found, tensors, tensor, chunk, limit, above, pinned, number)
         tl.store(found + 3 * number + tensor, equal, mask=leads)
+        if not POOLED:
+            tl.store(limits + tensor, limit, mask=leads)
         source, items, _listed, _places = candidates(
             keys, chunks, tensors, lists, counts, tensor, chunk, number, count, most
         )

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 # Warps of a program, so many that no register is spilled; of other kernels 8.
 _WARPS = dict.fromkeys(
     (
-        "compensate", "share", "collect", "narrow", "count_chunks", "write", "pack", "decode", "reduce", "commit",
+        "compensate", "count_rest", "share", "collect", "narrow", "count_chunks", "write", "pack", "decode", "reduce", "commit",
         "place", "add_up",
     ),
     4,

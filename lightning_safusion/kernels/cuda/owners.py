@@ -107,7 +107,7 @@ class OwnerKernels(BufferKernels):
         weighed = any(moment >= 0 for moment, _, _ in shard.launches)  # keys are in other units than the elements
         held, keys = packer.take((numel, numel if weighed else 0))
         for moment, tiles, count in shard.launches:
-            arrays = shard.addresses, shard.epsilons, constants.shape, packer.histogram
+            arrays = shard.addresses, shard.epsilons, constants.shape, packer.histogram, packer.limits
             buffer.launch(
                 reducing.reduce, count, self.mail.arriving.view(torch.int32), self.memory, self._sums,
                 held.view(torch.float32), keys, tiles, constants.tensors, *arrays, words, others, packer.tables.number,

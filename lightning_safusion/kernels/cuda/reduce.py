@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_safusion.kernels.cuda.accumulate import keys_of, own_histogram
+from lightning_safusion.kernels.cuda.accumulate import keys_of, own_histogram, uncounted_digits
 from lightning_safusion.kernels.cuda.elements import EDGES, ELSEWHERE, MOMENTS, magnitudes
 from lightning_safusion.kernels.cuda.entries import TILE_OFFSET, TILE_SIZE, add_messages
 
@@ -28,6 +28,7 @@ def reduce(
     epsilons: tl.tensor,
     shape: tl.tensor,
     histogram: tl.tensor,
+    limits: tl.tensor,
     stride: tl.tensor,
     others: tl.tensor,
     number: tl.tensor,
@@ -52,7 +53,8 @@ def reduce(
         addresses: int64 [4, number], of the moments of these pieces.
         epsilons: float32 [number].
         shape: int32 [1, 16], of the messages.
-        histogram: int32 [rows, 2^digit], of the first digits of the keys but for 0.
+        histogram: int32 [rows, 2^digit], of the first digits of the keys above ``uncounted_digits``.
+        limits: int32 [number], of the last window.
         BITS: Of messages that are read together.
         VALUES: Their kind.
     """
@@ -68,6 +70,7 @@ def reduce(
         arriving, stride, others, 1.0, sums, shape, tensors, tiles, tile, number, count, BITS, VALUES
     )
     histogram = own_histogram(histogram, tensors, piece, tile, number, digit)
+    uncounted = uncounted_digits(limits, piece, digit)
     for at in range(0, size, _PIECE):
         lanes = at + tl.arange(0, _PIECE)
         inside = lanes < size
@@ -79,4 +82,4 @@ def reduce(
             compared = keys_of(x, moments, epsilon, offset + lanes, inside, MOMENT)
             tl.store(keys + lanes, magnitudes(compared), mask=inside)
         digits = magnitudes(compared) >> (31 - digit)
-        tl.atomic_add(histogram + digits, 1, mask=inside & (digits > 0), sem="relaxed")
+        tl.atomic_add(histogram + digits, 1, mask=inside & (digits > uncounted), sem="relaxed")

@@ -124,3 +124,33 @@ def test_short_digits_list_nothing() -> None:
     assert not rank.kernels.tables.lists.any()
     check(rank)
     assert all(overflown(rank))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "moments"), [((9000,), [0]), ((300, 40, 600), None)])
+@settings(max_examples=6)
+@given(st.lists(st.sampled_from([0.0, 1e-3, 0.5, 0.95, 3.0, 1e4]), min_size=2, max_size=3), st.integers(0, 99))
+def test_limits_of_the_last_window_change_no_message(
+    sizes: tuple[int, ...], moments: list[int] | None, factors: list[float], seed: int
+) -> None:
+    """However far limits fall or rise from one window to the next: those that counted too few keys count the others."""
+    rank = made(Case(sizes, 0.02), seed, as_drawn, moments)
+    for factor in [1.0, *factors]:
+        rank.memory.mul_(factor)
+        _, keys = rank.expected()
+        check(rank)
+        limits = np.sort(np.abs(keys[: sizes[0]].cpu().numpy()))[::-1][rank.case.segments.quotas[0] - 1]
+        assert rank.kernels.packer.limits.view(torch.float32)[0] == limits
+
+
+def test_first_digits_are_counted_near_the_limit_of_the_last_window_only() -> None:
+    rank = made(Case((9000,), 0.02), 4, as_drawn)
+    counted = []
+    for factor in (1.0, 1.0, 0.01):
+        rank.memory.mul_(factor)
+        check(rank)
+        counted.append(int(rank.kernels.packer._counted))
+    first, near, fallen = counted
+    assert first > 8900
+    assert 0.02 * 9000 <= near < 0.1 * 9000
+    assert fallen == 0  # the others were counted when that was seen
