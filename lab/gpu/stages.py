@@ -50,7 +50,7 @@ class Stage:
 #: In the order in which the stages of a set run: what matters most first, what repeats others last.
 STAGES: dict[str, Stage] = {
     "environment": Stage("lab.gpu.environment:environment", "", 40, "versions, and whether Triton starts"),
-    "steps": Stage("lab.gpu.steps:steps", "first", 180, "steps of the default, DDP, its bf16 hook and PowerSGD"),
+    "steps": Stage("lab.gpu.steps:steps", "first", 150, "steps of the default, DDP, its bf16 hook and PowerSGD"),
     "numerics": Stage(
         "lab.gpu.numerics:numerics", "first", 80, "messages, means and residuals against the CPU, bit for bit; spills"
     ),

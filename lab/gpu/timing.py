@@ -34,8 +34,12 @@ WORKERS = {2: 2.6, 8: 3.4, 32: 6.0}
 FACTOR = 1.67
 #: Most that two timed windows have in common: the next window of a training has other largest elements.
 OVERLAP = 0.5
-#: Other sizes of blocks that may be faster on a device.
-VARIANTS = (("BLOCK", 512), ("BLOCK", 2048), ("BITS", 128), ("BITS", 512))
+#: Other sizes of blocks that may be faster on a device, and the kernels that have them.
+VARIANTS = (
+    ("ADDED", (256, 1024), ("compensate",)),
+    ("BLOCK", (512, 2048), ("collect",)),
+    ("BITS", (128, 512), ("decode", "commit")),
+)
 #: Beginnings of the names of operations that start nothing on a device, though they are no views.
 FREE = ("empty", "is_", "reshape", "record_stream", "local_scalar")
 
@@ -246,13 +250,14 @@ def _selections(
 
 def _variants(buffers: Buffers, seconds: Mapping[str, float], repetitions: int) -> Iterator[Figure]:
     """Times of kernels with other blocks over those with their own."""
-    for option, value in VARIANTS:
+    for option, values, kernels in VARIANTS:
         own = getattr(buffer, option)
-        with patch.object(buffer, option, value):
-            buffers.window()  # compiles
-            other = buffers.timed(repetitions)
-        for name in ("compensate", "collect") if option == "BLOCK" else ("decode", "commit"):
-            yield note(f"{name}: {option} = {value} over {own}", other[name] / seconds[name], "times as long")
+        for value in values:
+            with patch.object(buffer, option, value):
+                buffers.window()  # compiles
+                other = buffers.timed(repetitions)
+            for name in kernels:
+                yield note(f"{name}: {option} = {value} over {own}", other[name] / seconds[name], "times as long")
 
 
 def windows(setting: Setting) -> Iterator[Figure]:

@@ -20,8 +20,9 @@ from lab.convergence.scheme import Scheme
 from lab.convergence.training import averager_of, make_optimizers
 from lab.gpu.device import Device
 from lab.tasks import Task
+from lab.tasks.deep import BytePredictor, Shape
 from lab.tasks.sources import Sources, source_files, source_roots, split_text
-from lab.virtual.batched import BatchedTraining, BytePredictor, Shape
+from lab.virtual.batched import BatchedTraining
 from lab.virtual.workers import Averager, Engines
 from lightning_safusion.fusion.layout import specs_from_parameters
 

@@ -117,3 +117,10 @@ class Sources(Text):
 
     def texts(self) -> tuple[Tensor, Tensor]:
         return source_text()
+
+
+class ShortSources(Sources):
+    """Shorter sequences of the same, and fewer that are held out."""
+
+    def __init__(self, seed: int, batch: int, length: int = 128, held_out: int = 512) -> None:
+        super().__init__(seed, batch, length, held_out)

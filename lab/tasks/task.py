@@ -28,6 +28,7 @@ from lab.tasks.data import (
     Restored,
     Text,
 )
+from lab.tasks.deep import BytePredictor, Shape
 from lab.tasks.models import (
     ByteLSTM,
     ByteTransformer,
@@ -39,6 +40,7 @@ from lab.tasks.models import (
     TwoHeads,
 )
 from lab.tasks.optimizers import OPTIMIZERS
+from lab.tasks.sources import ShortSources
 from lightning_safusion.demo.digits import WIDTHS, DigitsNet
 from lightning_safusion.lookup import look_up
 from lightning_safusion.notation import hints_of, read, typed
@@ -289,6 +291,18 @@ _TASKS = (
         weight_decay=0.1,
         warmup=0.1,
         clip=1.0,
+    ),
+    Task(
+        "sources-transformer",
+        partial(BytePredictor, Shape(128, 4, 4, 128)),
+        ShortSources,
+        "loss",
+        "adamw",
+        lr=1e-3,
+        steps=400,
+        batch=16,
+        weight_decay=0.1,
+        warmup=0.1,
     ),
 )
 

@@ -142,10 +142,10 @@ def test_the_planner_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "title", "device"),
     [
-        ({}, "2 x 2 workers (nodes and workers of a node as in costs.json) at", "H100 80GB SXM"),
-        ({"nodes": 4}, "4 x 2 workers (workers of a node as in costs.json) at", "H100 80GB SXM"),
+        ({}, "2 x 2 workers (nodes and workers of a node as in costs.json) at", "H100 80GB HBM3"),
+        ({"nodes": 4}, "4 x 2 workers (workers of a node as in costs.json) at", "H100 80GB HBM3"),
         ({"gpus_per_node": 8, "device": "a100"}, "2 x 8 workers (nodes as in costs.json) at", "A100 80GB SXM"),
-        ({"nodes": 4, "gpus_per_node": 1}, "4 x 1 workers at the rate of costs.json", "H100 80GB SXM"),
+        ({"nodes": 4, "gpus_per_node": 1}, "4 x 1 workers at the rate of costs.json", "H100 80GB HBM3"),
     ],
 )
 def test_the_hardware_is_that_of_the_job(

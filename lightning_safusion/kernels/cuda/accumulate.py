@@ -91,9 +91,9 @@ def compensate(
     """Residual times decay plus gradient, product and sum rounded apart; elements that are not finite add nothing.
 
     Writes the flag of a tensor that has such elements, into its dense lane a ``share`` of its elements, the keys (int32
-    [N], only with ``MOMENT`` of 0 or more, the kind of the moments), and counts first digits of the keys in ``histogram``
-    (int32 [rows, 2^BITS]), those above :func:`uncounted_digits`. ``limits``: int32 [T], of the last window. ``GRAD`` is
-    the kind of the gradients. One program for each chunk (int32 [3, count]: tensor, first, end).
+    [N], only with ``MOMENT`` of 0 or more, the kind of the moments), and counts in ``histogram`` (int32 [rows, 2^BITS])
+    the first digits of the keys that are above :func:`uncounted_digits`. ``limits``: int32 [T], of the last window.
+    ``GRAD`` is the kind of the gradients. One program for each chunk (int32 [3, count]: tensor, first, end).
     """
     chunk = tl.program_id(0)
     tensor = tl.load(chunks + chunk)

@@ -22,9 +22,10 @@ from lightning_safusion.sparsify.selection.view import device_constant
 
 __all__ = ["BufferKernels", "Packer", "Weighing", "WindowKernels", "Workspace", "probe"]
 
-#: Elements that a program of the kernels holds at a time, and entries, in groups of 32, and bits of a message.
-BLOCK, GROUPS, BITS = 1024, 16, 256
-_ADDED, _ITEMS = 512, 512  # where gradients are added, which takes many registers; of candidates
+#: Elements that a program of the kernels holds at a time; those where gradients are added, which takes more registers;
+#: entries, in groups of 32; and bits of a message.
+BLOCK, ADDED, GROUPS, BITS = 1024, 512, 16, 256
+_ITEMS, _WRITTEN = 512, 128  # candidates; and those of which entries are written: many programs wait for memory at once
 _TURNS = 4  # sets of tensors, each of an optimizer, that take turns without being told to the device again
 _HEADERS = 16  # bytes before the headers in what the host reads
 
@@ -114,7 +115,7 @@ class Packer:
         described = constants.chunks, constants.tensors, constants.shape, self._states[-1]
         launch(
             encode.write, count, keys, values.view(torch.int32), *described, *lists, self.words, self.entries,
-            self.largest, tables.message.capacity, *sizes, POOLED=pooled, BLOCK=_ITEMS,
+            self.largest, tables.message.capacity, *sizes, POOLED=pooled, BLOCK=_WRITTEN,
             SCALED=tables.message.values == FOUR_BITS,
         )  # fmt: skip
 
@@ -307,7 +308,7 @@ class BufferKernels:
             arrays = self.constants.tensors, located.addresses, located.epsilons, self.scales
             counted = self.packer.flags, self.packer.histogram, self.packer.limits, self.origin
             sizes = decay, self.share, self.tables.number, count
-            options = {"GRAD": kind, "MOMENT": moment, "BITS": bits, "BLOCK": _ADDED}
+            options = {"GRAD": kind, "MOMENT": moment, "BITS": bits, "BLOCK": ADDED}
             launch(accumulating.compensate, count, self.memory, keys, chunks, *arrays, *counted, *sizes, **options)
 
     def pack(self, notices: int) -> None:

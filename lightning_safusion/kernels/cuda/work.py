@@ -19,8 +19,8 @@ from lightning_safusion.kernels.cuda.tables import CHUNKS, SHARING, TILE, WIDTH,
 #: What a device does for a window, by the names of the kernels; ``"zero"`` clears their memory, ``"copy"`` brings the
 #: verdict to the host, ``"operations"`` are PyTorch's, where these kernels do not serve.
 STAGES = (
-    "zero", "compensate", "count_rest", "share", "collect", "narrow", "count_chunks", "write", "pack", "reduce", "decode", "commit",
-    "copy", "operations",
+    "zero", "compensate", "count_rest", "share", "collect", "narrow", "count_chunks", "write", "pack", "reduce",
+    "decode", "commit", "copy", "operations",
 )  # fmt: skip
 
 

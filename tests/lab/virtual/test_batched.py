@@ -12,8 +12,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.tasks import Task
+from lab.tasks.deep import BytePredictor, Shape
 from lab.tasks.sources import Sources
-from lab.virtual.batched import BatchedTraining, BytePredictor, Shape
+from lab.virtual.batched import BatchedTraining
 from lab.virtual.chunks import DeMo
 from lab.virtual.powersgd import PowerSGD
 from lab.virtual.workers import Dense
