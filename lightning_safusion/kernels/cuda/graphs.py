@@ -1,7 +1,7 @@
 """Launches that are the same in every window, started as one CUDA graph.
 
-A graph of many kernels takes the host about as long to start as one of them. No device has run these
-graphs yet, so they are off: ``SAFUSION_CUDA_GRAPHS=1`` turns them on.
+A graph of many kernels takes the host about as long to start as one of them. A device has run them in one stage only
+(``races`` of ``python -m lab gpu``), so they are off: ``SAFUSION_CUDA_GRAPHS=1`` turns them on.
 """
 
 from __future__ import annotations
