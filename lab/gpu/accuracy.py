@@ -33,7 +33,7 @@ MOST_STEPS, _LEAST_STEPS = 2000, 1500
 # Seconds for the trainings of a size: of what must be shown, and of the rivals.
 _MAIN_SECONDS, _RIVAL_SECONDS = {"25M": 150.0, "110M": 60.0}, 155.0
 # Steps of a look at a learning rate, one in so many; steps come in tens. Evaluations, and other steps than were timed.
-_LOOKS, _ROUNDED, _MORE = 12, 10, 1.15
+_LOOKS, _ROUNDED, _MORE = 6, 10, 1.15
 # Seconds of a stage for imports, the text, and its end; steps before those that are timed, and these.
 _AROUND, _PROBED, _REHEARSED = 25.0, (16, 10), (1, 1)
 _REHEARSED_STEPS = 3

@@ -164,7 +164,8 @@ def rows(
     place: Device, name: str, rate: int, system: str, found: dict[tuple[str, int, str], float]
 ) -> Iterator[Figure]:
     """The figures of a cell; one that fails says why, and the others go on."""
-    where, network = f"{name}, {rate} Gbit/s, {system}", Network(place, link_of(RATES[rate]), WORKERS)
+    told, network = "default" if system == DEFAULT else system, Network(place, link_of(RATES[rate]), WORKERS)
+    where = f"{name}, {rate} Gbit/s, {told}"
     unit = WORKLOADS[name].unit if name in WORKLOADS else "samples"
     try:
         timed, samples, peak, replaced = measured(place, network, name, system)
