@@ -10,8 +10,8 @@ from lightning_safusion.fusion.engine import Engine
 # Below one density steps are larger, by this power of how far it is below: an element that is sent moves for all the
 # steps in which it was not.
 _PACED_BELOW, _PACE = 0.05, 0.25
-# Share of the optimizer's momentum that stays: all of it at density 1, falling with the logarithm to half at 20 %.
-_HALF_KEPT_AT = 0.2
+# Share of the optimizer's momentum that stays: all of it at density 1, falling with the logarithm to none at 4 %.
+_NONE_KEPT_AT = 0.04
 
 
 class Pace:
@@ -38,7 +38,7 @@ class Pace:
     def kept(self) -> float:
         """Share of the optimizer's momentum that stays.
 
-        Steps without a momentum shake the weights, and a deep network may not leave its first plateau
-        (docs/convergence.md, "A deep transformer"); with all of it what was sent late comes later still.
+        The more often elements are sent, the more do steps without a momentum shake the weights; the less often, the
+        less do they need one.
         """
-        return max(0.5, 1.0 - 0.5 * math.log(self._density()) / math.log(_HALF_KEPT_AT))
+        return max(0.0, 1.0 - math.log(self._density()) / math.log(_NONE_KEPT_AT))
