@@ -25,7 +25,7 @@ FOUND = {
     "environment": (6, "the interpreter runs the kernels"),
     "steps": (60, "bert-base, bf16-mixed, 60 ms, default: added to DDP's step"),
     "numerics": (23, "messages, means, residuals: ties"),
-    "passes": (28, "write: over max(bytes, instructions)"),
+    "passes": (31, "write: over max(bytes, instructions)"),
     "windows": (17, "the engine: overlap of two windows' selections"),
     "precisions": (10, "16-mixed, default: parameters are finite"),
     "waits": (18, "waits of a window: default"),
