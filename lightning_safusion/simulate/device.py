@@ -103,7 +103,7 @@ class Device:
 # that it can issue: 108 multiprocessors at 1.41 GHz (NVIDIA A100 datasheet: 19.5 TFLOPS = 108 x 64 x 2 x clock). No
 # specification has the time of a launch: 4 us is an assumption. Its kernels are taken to miss these speeds by as
 # much as an H100's do.
-# H100: lab/gpu/results/h100-2026-11-27/device-costs.json.
+# H100: lab/gpu/results/h100-2026-11-27/device-costs.json, of the kernels before their latest sizes of blocks.
 _FACTORS = {
     "compensate": 1.45,
     "collect": 1.09,

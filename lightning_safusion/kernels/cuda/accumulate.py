@@ -43,7 +43,7 @@ _MARGIN = tl.constexpr(1 << 21)
 def uncounted_digits(limits: tl.tensor, tensor: tl.tensor, bits: tl.tensor) -> tl.tensor:
     """Keys with this first digit or a lesser one are not counted at first: the limit of the last window was above.
 
-    Few keys are left: a device adds to its memory at a twentieth of the rate at which it reads. Where they are fewer
+    Few keys are left: a device adds to its memory at a small part of the rate at which it reads. Where they are fewer
     than a quota, :func:`~lightning_safusion.kernels.cuda.digits.count_rest` counts the others. Digit 0 is never
     counted, since all keys are that or more.
     """
