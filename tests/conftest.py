@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import cache, partial
 
 import pytest
 import torch
@@ -53,6 +54,21 @@ def _small_process() -> Iterator[None]:
     gc.freeze()  # gc.collect() does not look through all that is imported, in this process and those that are forked
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _short_beginnings() -> Iterator[None]:
+    """What every training begins with takes little time: links are timed once, installed packages are searched once."""
+    from lightning.fabric.utilities import registry  # not before Triton's interpreter has been chosen
+
+    from lightning_safusion.comm.calibrate import calibrate
+    from lightning_safusion.fusion import build
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "calibrate", partial(calibrate, budget_s=0.0))
+        patch.setattr(registry, "entry_points", cache(registry.entry_points))
+        registry._load_external_callbacks("lightning.pytorch.callbacks_factory")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,12 @@ import numpy as np
 
 
 def quicken() -> None:
-    """Leaves out what the interpreter does anew for every call of a device function, and for every sum of integers.
+    """Leaves out what the interpreter does anew for every call of a device function, and for every operation.
 
     A launch replaces the functions of ``triton.language`` until it ends, and each device function in it looks through
     all of them again. Sums and products are worked out a second time in 64 bits for an assertion that only runs in
-    debug mode. Since functions are replaced for all threads, one kernel runs at a time.
+    debug mode. NumPy's dtypes are looked up in a table that is made anew, and sizes of elements are compared with
+    them. Since functions are replaced for all threads, one kernel runs at a time.
     """
     import triton
     from triton.language import core
@@ -32,8 +33,17 @@ def quicken() -> None:
         with turn:
             grid(*arguments, **constants)
 
+    dtypes, dtype_of = dict[str, Any](), interpreter._get_np_dtype
+
+    def known(dtype: Any) -> Any:
+        if dtype.name not in dtypes:
+            dtypes[dtype.name] = dtype_of(dtype)
+        return dtypes[dtype.name]
+
     if triton.__version__.startswith("3.2."):
         _mend()
+    interpreter._get_np_dtype = known
+    interpreter.TensorHandle.__post_init__ = lambda _: None
     interpreter.InterpretedFunction.__call__ = call
     interpreter.GridExecutor.__call__ = in_turn
     builder = interpreter.interpreter_builder
