@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -42,12 +43,31 @@ def quicken() -> None:
 
     if triton.__version__.startswith("3.2."):
         _mend()
+    _remember(core.block_type, lambda element, shape: (element.name, str(shape)))
+    _remember(core.tensor, lambda handle, type: type.name, "handle")
     interpreter._get_np_dtype = known
     interpreter.TensorHandle.__post_init__ = lambda _: None
     interpreter.InterpretedFunction.__call__ = call
     interpreter.GridExecutor.__call__ = in_turn
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _remember(kind: Any, key: Callable[..., Hashable], first: str = "") -> None:
+    """Objects that differ in the first argument alone, if in anything, are made like the first of them."""
+    make, known = kind.__init__, dict[Hashable, dict[str, Any]]()
+
+    def init(self: Any, *arguments: Any) -> None:
+        kept = key(*arguments)
+        if kept not in known:
+            make(self, *arguments)
+            known[kept] = dict(self.__dict__)
+            return
+        self.__dict__.update(known[kept])
+        if first:
+            self.__dict__[first] = arguments[0]
+
+    kind.__init__ = init
 
 
 def _mend() -> None:
