@@ -136,24 +136,22 @@ def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
     costs = {"allgather": LinearCost(1.0, 1.0), "allreduce": LinearCost(1e-6, 1e-12)}
     monkeypatch.setattr(build, "calibrate", lambda transport, device: costs)
 
-    def run(rank: int) -> tuple[Any, Any, int, list[Tensor]]:
+    def run(rank: int) -> tuple[Any, Any, int, list[Tensor], list[Tensor]]:
         model = TinyClassifier()
         strategy = SAFusionStrategy(density=density)
-        trainer(strategy, max_epochs=4, accumulate_grad_batches=accumulate).fit(model, classification())
+        plain = TinyClassifier()
+        for chosen, trained in ((strategy, model), ("ddp", plain)):
+            trainer(chosen, max_epochs=4, accumulate_grad_batches=accumulate).fit(trained, classification())
         report = strategy.report()
-        return report["plain_ddp"], report["bytes_sent"], report["windows"], [p.detach() for p in model.parameters()]
+        weights = [[p.detach() for p in trained.parameters()] for trained in (model, plain)]
+        return report["plain_ddp"], report["bytes_sent"], report["windows"], *weights
 
-    def plain(rank: int) -> list[Tensor]:
-        model = TinyClassifier()
-        trainer("ddp", max_epochs=4, accumulate_grad_batches=accumulate).fit(model, classification())
-        return [p.detach() for p in model.parameters()]
-
-    (reason, sent, windows, first), (*_, second) = run_launched(2, run)
+    (reason, sent, windows, first, plain), (*_, second, _) = run_launched(2, run)
     assert "predicted to be faster" in reason
     assert sent is None  # plain DDP says nothing of it
     assert isinstance(density, ConstantDensity) or windows > 59  # not before the density has come down
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    for a, b in zip(first, run_launched(2, plain)[0], strict=True):
+    for a, b in zip(first, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 

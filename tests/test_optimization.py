@@ -7,7 +7,7 @@ gradients are thrown away, optimizers step with the gradients of ``ddp``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from tests.process_group import run_launched
 from tests.quick import quick_of
 
 MODES = ["several backwards", "sam", "lbfgs", "gan", "gan toggled", "alternating", "skipped steps", "accumulation"]
-QUICK = ("sam", "gan", "skipped steps", "accumulation")
+QUICK = ("sam", "lbfgs", "gan", "skipped steps", "accumulation")
 TWO_OPTIMIZERS = ("gan", "gan toggled", "alternating")
 # Where gradients are thrown away: steps whose gradients are those of ddp. A tensor's first gradient is not yet known to
 # be one that may be thrown away, nor is the first after a step.
@@ -103,43 +103,59 @@ def train(mode: str, kind: type[DDPStrategy], callbacks: Sequence[Callback] = ()
     run = trainer(
         kind(find_unused_parameters=mode in TWO_OPTIMIZERS, **options),
         callbacks=list(callbacks),
-        limit_train_batches=12,
+        limit_train_batches=7,
         accumulate_grad_batches=5 if mode == "accumulation" else 1,  # the last two alone
     )
     run.fit(model, classification())
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("mode", quick_of(MODES, QUICK))
-def test_at_density_1_the_trajectory_is_that_of_ddp(mode: str) -> None:
-    def both(rank: int) -> float:
+def train_all(rank: int, modes: Sequence[str]) -> dict[str, tuple[float, list[Tensor], Ledger]]:
+    """By mode: how far density 1 ends from DDP, and what a low density ends with."""
+    found = {}
+    for mode in modes:
+        ledger = Ledger()
         plain = train(mode, DDPStrategy)
-        ours = train(mode, SAFusionStrategy, density=1.0, collective="allgather")
-        return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
+        whole = train(mode, SAFusionStrategy, density=1.0, collective="allgather")
+        options = {"density": 0.05, "collective": "allgather", "dense_below": 0}
+        sparse = train(mode, SAFusionStrategy, [] if mode == "lbfgs" else [ledger], **options)
+        apart = plain if mode != "lbfgs" else sparse  # it is left to plain DDP
+        found[mode] = distance(whole, plain) + distance(apart, plain), sparse, ledger
+    return found
 
-    assert max(run_launched(2, both)) <= 2e-6
+
+def distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def trained() -> Callable[[str], list[Any]]:
+    """What both workers have found of a mode; the quick ones are trained together, and the others."""
+    by_group: dict[bool, list[Any]] = {}
+
+    def of(mode: str) -> list[Any]:
+        quick = mode in QUICK
+        if quick not in by_group:
+            by_group[quick] = run_launched(2, train_all, [each for each in MODES if (each in QUICK) == quick])
+        return [found[mode] for found in by_group[quick]]
+
+    return of
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_lbfgs_is_left_to_plain_ddp() -> None:
-    def both(rank: int) -> float:
-        plain = train("lbfgs", DDPStrategy)
-        ours = train("lbfgs", SAFusionStrategy, density=0.05, dense_below=0, collective="allgather")
-        return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
-
-    assert max(run_launched(2, both)) <= 2e-6
+@pytest.mark.costly(reason="the first of them trains all modes of the quick tests")
+@pytest.mark.parametrize("mode", quick_of(MODES, QUICK))
+def test_at_density_1_the_trajectory_is_that_of_ddp(trained: Callable[[str], list[Any]], mode: str) -> None:
+    """With L-BFGS at any density: it is left to plain DDP."""
+    assert max(apart for apart, _, _ in trained(mode)) <= 2e-6
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("mode", quick_of([mode for mode in MODES if mode != "lbfgs"], QUICK))
-def test_at_a_low_density_replicas_stay_equal_and_nothing_is_lost(mode: str) -> None:
-    def sparse(rank: int) -> tuple[list[Tensor], Ledger]:
-        ledger = Ledger()
-        options = {"density": 0.05, "collective": "allgather", "dense_below": 0}
-        return train(mode, SAFusionStrategy, [ledger], **options), ledger
-
-    (first, mine), (second, theirs) = run_launched(2, sparse)
+def test_at_a_low_density_replicas_stay_equal_and_nothing_is_lost(
+    trained: Callable[[str], list[Any]], mode: str
+) -> None:
+    (_, first, mine), (_, second, theirs) = trained(mode)
     start = [p.detach() for p in Loops(mode).parameters()]
     for a, b, begin in zip(first, second, start, strict=True):
         assert torch.equal(a, b)

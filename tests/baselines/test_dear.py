@@ -155,7 +155,7 @@ def stepped(job: Trainer) -> dict[str, Any]:
 
 
 def three_ways(
-    rank: int, build: Callable[[], Model], strategy_options: dict[str, Any], options: dict[str, Any]
+    build: Callable[[], Model], strategy_options: dict[str, Any], options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """DeAR, DeAR settled at once, DDP."""
     results = []
@@ -189,9 +189,25 @@ SCENARIOS: dict[str, tuple[Callable[[], Model], dict[str, Any], dict[str, Any]]]
 QUICK = ("groups and schedule", "learning rate in a tensor", "accumulation", "awkward", "manual")
 
 
+@pytest.fixture(scope="module")
+def trained() -> Callable[[str], list[Any]]:
+    """What both workers have trained in a scenario; the quick ones are trained together, and the others."""
+    found: dict[bool, list[dict[str, Any]]] = {}
+
+    def of(name: str) -> list[Any]:
+        quick = name in QUICK
+        if quick not in found:
+            names = [each for each in SCENARIOS if (each in QUICK) == quick]
+            found[quick] = run_ranks(2, lambda rank: {each: three_ways(*SCENARIOS[each]) for each in names})
+        return [results[name] for results in found[quick]]
+
+    return of
+
+
+@pytest.mark.costly(reason="the first of them trains all scenarios of the quick tests")
 @pytest.mark.parametrize("name", quick_of(SCENARIOS, QUICK))
-def test_same_as_settled_at_once_and_as_ddp(name: str) -> None:
-    for ours, at_once, theirs in run_ranks(2, three_ways, *SCENARIOS[name]):
+def test_same_as_settled_at_once_and_as_ddp(trained: Callable[[str], list[Any]], name: str) -> None:
+    for ours, at_once, theirs in trained(name):
         for key in ("weights", "states"):
             for mine, settled, ddp in zip(ours[key], at_once[key], theirs[key], strict=True):
                 assert mine.dtype == settled.dtype

@@ -14,6 +14,8 @@ from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.interface import LaterWork, ReduceOp, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport, default_transport
+from lightning_safusion.fusion import build
+from tests.cluster import Cluster, settings
 from tests.process_group import run_ranks
 
 CPU = torch.device("cpu")
@@ -69,6 +71,14 @@ def test_ranks_agree_bit_for_bit() -> None:
     assert set(first) == {"allgather", "allreduce"}
     for cost in first.values():
         assert min(cost.fixed, cost.per_byte) >= 0
+
+
+def test_an_engine_begins_with_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict[str, LinearCost]] = []
+    monkeypatch.setattr(build, "calibrate", lambda *given: found.append(calibrate(*given)) or found[-1])
+    cluster = Cluster(2, lambda: settings(collective="auto", fusion="adaptive"), measure=True)
+    cluster.close()
+    assert found[0] == found[1]
 
 
 def test_recovers_the_speed_of_a_network(clock: Clock) -> None:

@@ -7,11 +7,10 @@ Covers: real trainings on two ranks that differ in an option of DDP, of the trai
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
@@ -53,55 +52,53 @@ def fit(rank: int, chosen: dict[str, Any], options: dict[str, Any], model: dict[
     return "trained"
 
 
+Options = tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]
+
+
 def differing(
     strategy: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     system: str = "saf-inter",
-) -> Callable[[int], str]:
-    """A training in which the second worker has these options."""
-    return lambda rank: fit(rank, strategy or {}, options or {}, model or {}, system)
+) -> Options:
+    """Options of the second worker."""
+    return strategy or {}, options or {}, model or {}, system
 
 
-@pytest.mark.parametrize(
-    ("run", "said"),
-    [
-        (differing({"find_unused_parameters": True}), "find_unused_parameters: rank 0 has False, rank 1 has True"),
-        (differing({"static_graph": True}), "static_graph: rank 0 has False, rank 1 has True"),
-        (differing({"bucket_cap_mb": 25}), "bucket_cap_mb: rank 0 has None, rank 1 has 25"),
-        (differing({"gradient_as_bucket_view": True}), "gradient_as_bucket_view: rank 0 has False, rank 1 has True"),
-        (differing(options={"sync_batchnorm": True}), "sync_batchnorm: rank 0 has False, rank 1 has True"),
-        (differing(options={"accumulate_grad_batches": 4}), "accumulate_grad_batches: rank 0 has 1, rank 1 has 4"),
-        (
-            differing(options={"callbacks": [GradientAccumulationScheduler({2: 4})]}),
-            "gradient accumulation schedule: rank 0 has None, rank 1 has",
+def fit_all(rank: int, differences: Sequence[Options]) -> list[str]:
+    return [fit(rank, *options) for options in differences]
+
+
+def test_both_workers_are_told_of_the_difference() -> None:
+    cases = {
+        "find_unused_parameters: rank 0 has False, rank 1 has True": differing({"find_unused_parameters": True}),
+        "static_graph: rank 0 has False, rank 1 has True": differing({"static_graph": True}),
+        "bucket_cap_mb: rank 0 has None, rank 1 has 25": differing({"bucket_cap_mb": 25}),
+        "gradient_as_bucket_view: rank 0 has False, rank 1 has True": differing({"gradient_as_bucket_view": True}),
+        "sync_batchnorm: rank 0 has False, rank 1 has True": differing(options={"sync_batchnorm": True}),
+        "accumulate_grad_batches: rank 0 has 1, rank 1 has 4": differing(options={"accumulate_grad_batches": 4}),
+        "gradient accumulation schedule: rank 0 has None, rank 1 has": differing(
+            options={"callbacks": [GradientAccumulationScheduler({2: 4})]}
         ),
-        (differing(options={"gradient_clip_val": 0.5}), "gradient_clip_val: rank 0 has None, rank 1 has 0.5"),
-        (differing(options={"precision": "bf16-mixed"}), "precision: rank 0 has 32-true, rank 1 has bf16-mixed"),
-        (differing(model={"kind": torch.optim.Adam}), "optimizers: rank 0 has SGD, rank 1 has Adam"),
-        (differing(model={"lr": 0.2}), "optimizer 0 (SGD), group 0, lr: rank 0 has 0.1, rank 1 has 0.2"),
-        (differing(model={"momentum": 0.9}, system="ddp"), "group 0, momentum: rank 0 has 0, rank 1 has 0.9"),
-        (
-            differing(model={"swapped": True}),
-            "order of parameters, number 7: rank 0 has parameter first.weight, rank 1 has parameter second.weight",
+        "gradient_clip_val: rank 0 has None, rank 1 has 0.5": differing(options={"gradient_clip_val": 0.5}),
+        "precision: rank 0 has 32-true, rank 1 has bf16-mixed": differing(options={"precision": "bf16-mixed"}),
+        "optimizers: rank 0 has SGD, rank 1 has Adam": differing(model={"kind": torch.optim.Adam}),
+        "optimizer 0 (SGD), group 0, lr: rank 0 has 0.1, rank 1 has 0.2": differing(model={"lr": 0.2}),
+        "group 0, momentum: rank 0 has 0, rank 1 has 0.9": differing(model={"momentum": 0.9}, system="ddp"),
+        "number 7: rank 0 has parameter first.weight, rank 1 has parameter second.weight": differing(
+            model={"swapped": True}
         ),
-    ],
-)
-def test_both_workers_are_told_of_the_difference(run: Callable[[int], str], said: str) -> None:
-    for text in run_launched(2, run):
-        assert said in text
-        assert "different settings" in text
+    }
+    for told in run_launched(2, fit_all, list(cases.values())):
+        for said, text in zip(cases, told, strict=True):
+            assert said in text
+            assert "different settings" in text
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        differing({"find_unused_parameters": False, "gradient_as_bucket_view": False}),
-        differing(model={"lr": 0.2}, system="easgd"),
-    ],
-)
-def test_what_says_the_same_or_may_differ_is_no_difference(run: Callable[[int], str]) -> None:
-    assert run_launched(2, run) == ["trained", "trained"]
+def test_what_says_the_same_or_may_differ_is_no_difference() -> None:
+    same = {"find_unused_parameters": False, "gradient_as_bucket_view": False}
+    cases = [differing(same), differing(model={"lr": 0.2}, system="easgd")]
+    assert run_launched(2, fit_all, cases) == [["trained", "trained"]] * 2
 
 
 def test_objects_of_a_process_are_not_compared() -> None:

@@ -31,7 +31,7 @@ def adamw(beta1: float) -> TinyClassifier:
 
 
 def fitted(model: TinyClassifier, **options: Any) -> tuple[list[Tensor], Any]:
-    job = trainer(SAFusionStrategy(**(SPARSE | options)), max_epochs=2)
+    job = trainer(SAFusionStrategy(**(SPARSE | options)), max_steps=8)
     job.fit(model, classification())
     groups = [{**group, "params": None} for group in job.optimizers[0].param_groups]
     return [param.detach() for param in model.parameters()], groups
