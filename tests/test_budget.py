@@ -63,6 +63,6 @@ def test_a_run_within_its_budget_succeeds_and_shows_what_is_costly(pytester: pyt
 
 
 def test_a_run_above_its_budget_fails(pytester: pytest.Pytester) -> None:
-    run = _run(pytester, "--budget", "0.0099", "-n", "2")  # 0.59 s, and the tests take 0.6
+    run = _run(pytester, "--budget", "0.0099", "-n", "1")  # 0.59 s, and the tests take 0.6
     assert run.ret == pytest.ExitCode.TESTS_FAILED
     run.stdout.fnmatch_lines(["*more processor time than their budget*", "*3 passed*"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from lightning_safusion.comm import TorchTransport
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.fusion.events import Clock
 from lightning_safusion.profiling import StepFigures, load_timeline, merge_timelines
+from lightning_safusion.profiling.timeline import StepTimeline
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 from tests.quick import quick_of
@@ -319,17 +320,6 @@ def test_a_first_step_that_is_averaged_as_ddp_does_is_not_recorded(tmp_path: Pat
     assert all(row["bytes_sent"] for row in steps)
 
 
-def test_a_fit_that_ends_between_reports_has_one_at_its_end(tmp_path: Path) -> None:
-    def run(rank: int) -> Any:
-        profiler = OverlapProfiler(5, 3, tmp_path, table=False)
-        fit(profiler, max_steps=9)
-        return [step.step for step in profiler.steps], profiler.figures
-
-    (mine, figures), (theirs, same) = run_launched(2, run)
-    assert mine == theirs == [7, 8]
-    assert figures == same
-
-
 @pytest.mark.parametrize("bar", quick_of(("TQDMProgressBar", "RichProgressBar"), ("TQDMProgressBar",)))
 def test_the_table_is_printed_with_both_progress_bars(
     bar: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -349,34 +339,75 @@ def test_the_table_is_printed_with_both_progress_bars(
 # kinds of trainings
 
 
-def kinds(profiler: OverlapProfiler) -> list[list[str]]:
+def kinds(steps: Sequence[StepTimeline]) -> list[list[str]]:
     """Names of the phases of each recorded step."""
-    return [[phase.name for phase in step.phases] for step in profiler.steps]
+    return [[phase.name for phase in step.phases] for step in steps]
 
 
-def test_accumulated_batches_belong_to_one_step(tmp_path: Path) -> None:
-    def run(rank: int) -> Any:
-        profiler = OverlapProfiler(4, 2, tmp_path, table=False)
-        fit(profiler, accumulate_grad_batches=2, max_steps=8)
-        return kinds(profiler), [len(step.windows) for step in profiler.steps], [s.step for s in profiler.steps]
+class Unfreezing(TinyClassifier):
+    """Its first layer is trained from the second epoch on, for which the model is wrapped anew."""
 
-    for phases, windows, numbers in run_launched(2, run):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+def train_all(rank: int, folder: Path) -> dict[str, OverlapProfiler]:
+    """Trainings of some kinds, one after the other."""
+    every = {"ends": (5, 3), "accumulates": (4, 2), "turns": (4, 2), "wrapped": (6, 6), "again": (4, 2)}
+    made = {kind: OverlapProfiler(*steps, folder / kind, table=False) for kind, steps in every.items()}
+    fit(made["ends"], max_steps=9)
+    fit(made["accumulates"], accumulate_grad_batches=2, max_steps=8)
+    turns = SAFusionStrategy(**SPARSE, find_unused_parameters=True)
+    fit(made["turns"], TakeTurns(), strategy=turns, max_steps=16)
+    fit(made["wrapped"], Unfreezing(), limit_train_batches=3, max_steps=6, max_epochs=2)
+    for _ in range(2):
+        fit(made["again"], max_steps=4)
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of these trainings; their steps and figures, of both ranks."""
+    folder = tmp_path_factory.mktemp("trainings")
+
+    def run(rank: int) -> dict[str, Any]:
+        return {kind: (each.steps, each.figures) for kind, each in train_all(rank, folder).items()}
+
+    return folder, run_launched(2, run)
+
+
+def test_a_fit_that_ends_between_reports_has_one_at_its_end(trained: Any) -> None:
+    (mine, figures), (theirs, same) = (found["ends"] for found in trained[1])
+    assert [step.step for step in mine] == [step.step for step in theirs] == [7, 8]
+    assert figures == same
+
+
+def test_accumulated_batches_belong_to_one_step(trained: Any) -> None:
+    for steps, _ in (found["accumulates"] for found in trained[1]):
         batch = ["data", "forward", "backward"]
-        assert phases == [[*batch, *batch, "optimizer"]] * 2
-        assert windows == [1, 1]
-        assert numbers == [6, 7]
+        assert kinds(steps) == [[*batch, *batch, "optimizer"]] * 2
+        assert [len(step.windows) for step in steps] == [1, 1]
+        assert [step.step for step in steps] == [6, 7]
 
 
-def test_optimizers_that_take_turns_belong_to_one_step(tmp_path: Path) -> None:
-    def run(rank: int) -> Any:
-        profiler = OverlapProfiler(4, 2, tmp_path, table=False)
-        strategy = SAFusionStrategy(**SPARSE, find_unused_parameters=True)
-        fit(profiler, TakeTurns(), strategy=strategy, max_steps=16)
-        return kinds(profiler), [len(step.windows) for step in profiler.steps]
+def test_optimizers_that_take_turns_belong_to_one_step(trained: Any) -> None:
+    for steps, _ in (found["turns"] for found in trained[1]):
+        assert kinds(steps) == [["data", *["forward", "backward", "optimizer"] * 2]] * 2
+        assert [len(step.windows) for step in steps] == [2, 2]
 
-    for phases, windows in run_launched(2, run):
-        assert phases == [["data", *["forward", "backward", "optimizer"] * 2]] * 2
-        assert windows == [2, 2]
+
+def test_a_model_that_is_wrapped_anew_is_followed(trained: Any) -> None:
+    for steps, _ in (found["wrapped"] for found in trained[1]):
+        assert [sum(len(buffer.tensors) for buffer in step.buffers) for step in steps] == [5, 5, 5, 7, 7, 7]
+
+
+def test_a_second_fit_begins_anew(trained: Any) -> None:
+    content = json.loads((trained[0] / "again" / "overlap.json").read_text())
+    assert [row["step"] for row in content["steps"]] == [0, 1, 2, 3]
 
 
 def test_validation_is_no_part_of_a_step(tmp_path: Path) -> None:
@@ -423,25 +454,6 @@ def test_with_plain_ddp_phases_are_timed_and_it_is_logged(tmp_path: Path, caplog
     assert "density 1" in json.loads((tmp_path / "overlap.json").read_text())["plain_ddp"]
 
 
-class Unfreezing(TinyClassifier):
-    """Its first layer is trained from the second epoch on, for which the model is wrapped anew."""
-
-    def on_train_epoch_start(self) -> None:
-        self.net[0].requires_grad_(self.current_epoch > 0)
-
-
-def test_a_model_that_is_wrapped_anew_is_followed(tmp_path: Path) -> None:
-    def run(rank: int) -> Any:
-        profiler = OverlapProfiler(6, 6, tmp_path, table=False)
-        model = Unfreezing()
-        model.net[0].requires_grad_(False)
-        fit(profiler, model, limit_train_batches=3, max_steps=6, max_epochs=2)
-        return [sum(len(buffer.tensors) for buffer in step.buffers) for step in profiler.steps]
-
-    for tensors in run_launched(2, run):
-        assert tensors == [5, 5, 5, 7, 7, 7]
-
-
 def test_after_an_error_files_are_written_too(tmp_path: Path) -> None:
     class Failing(TinyClassifier):
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -456,16 +468,6 @@ def test_after_an_error_files_are_written_too(tmp_path: Path) -> None:
     run_launched(2, run)
     assert load_timeline(tmp_path).step == 4
     assert merge_timelines(tmp_path).exists()
-
-
-def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
-    def run(rank: int) -> Any:
-        profiler = OverlapProfiler(4, 2, tmp_path, table=False)
-        for _ in range(2):
-            fit(profiler, max_steps=4)
-        return [row["step"] for row in json.loads((tmp_path / "overlap.json").read_text())["steps"]] if not rank else []
-
-    assert run_launched(2, run)[0] == [0, 1, 2, 3]
 
 
 def test_ranges_are_there_only_for_a_profiler(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,10 +92,13 @@ class Everything(TinyClassifier):
         return super().forward(rotated)
 
 
-@pytest.mark.parametrize("strategy", [{}, {"system": "behind", "memory": "none"}, {"density": 1.0}])
-def test_replicas_stay_equal(strategy: dict[str, Any]) -> None:
-    state = {"optimizer_state": True}
-    assert everywhere(strategy=strategy, check=state, accumulate_grad_batches=2) is None
+def test_replicas_stay_equal() -> None:
+    def each(rank: int) -> list[str | None]:
+        strategies: list[dict[str, Any]] = [{}, {"system": "behind", "memory": "none"}, {"density": 1.0}]
+        check = partial(ReplicaConsistencyCheck, every_n_steps=1, optimizer_state=True)
+        return [fit(check(), strategy=chosen, accumulate_grad_batches=2) for chosen in strategies]
+
+    assert run_launched(2, each) == [[None] * 3] * 2
 
 
 def test_parameters_of_every_kind_are_compared() -> None:

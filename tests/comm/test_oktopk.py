@@ -91,7 +91,7 @@ def test_the_threshold_follows_the_number_found() -> None:
     assert threshold_after(0.01) == pytest.approx(0.01 * exact)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", [2, 5])
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
     """Messages of ``4 + 8 c`` bytes (coo-fp32), in whole lines; 8 bytes for every number."""
     n = world_size

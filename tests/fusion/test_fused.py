@@ -2,7 +2,7 @@
 
 Covers: gradients and residuals over several windows, for quotas by tensor and pooled, keys in units of the update,
     dense tensors, gradients and values of 16 bits, fp32 values, all compressors, buffers that are not fused beside
-    fused ones; numbers that are not finite; a rank that fails; notices; a forgotten window; what was sent; which parts
+    fused ones; numbers that are not finite; a rank that fails; a forgotten window; what was sent; which parts
     the kernels serve.
 """
 
@@ -17,7 +17,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.fusion.fused import FusedShipment
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.unfused import left_to_torch
@@ -245,14 +244,6 @@ def test_a_rank_that_fails_stops_all_one_window_later(make: Callable[..., Cluste
     assert "another rank could not select" in first[0]
     for new, old in zip(cluster.residuals()[len(SHAPES) :], held[len(SHAPES) :], strict=True):
         assert torch.equal(new, old)
-
-
-def test_notices_are_heard_one_window_later(make: Callable[..., Cluster]) -> None:
-    cluster = make()
-    cluster.controllers[0].notices = int(Notice.TERMINATE)
-    for step in range(2):
-        cluster.step(cluster.random_grads(step))
-    assert [controller.heard for controller in cluster.controllers] == [int(Notice.TERMINATE)] * 2
 
 
 def test_a_forgotten_window_says_nothing_later(make: Callable[..., Cluster]) -> None:

@@ -222,7 +222,7 @@ def test_an_ordinary_window_has_no_moments(monkeypatch: pytest.MonkeyPatch) -> N
 def test_other_compressors_cost_what_the_planner_is_told(
     monkeypatch: pytest.MonkeyPatch, compressor: str, path: Path, shipment: type[Any], by_update: bool
 ) -> None:
-    job = Device(monkeypatch, long(number=16), compressor=compressor)
+    job = Device(monkeypatch, long(number=8), compressor=compressor)
     with fake_cuda(monkeypatch) as device:
         engine = job.engine(device)
         if by_update:

@@ -99,30 +99,19 @@ def test_unfrozen_parameters_are_exchanged() -> None:
         pytest.param("selective", True, marks=pytest.mark.slow),
     ],
 )
-def test_residuals_are_kept_and_replicas_equal(fusion: str, freeze_head: bool) -> None:
-    def sparse(rank: int) -> tuple[list[Tensor], list[Tensor]]:
-        mass = Mass()
+def test_residuals_are_kept_replicas_equal_and_nothing_is_lost(fusion: str, freeze_head: bool) -> None:
+    def sparse(rank: int) -> tuple[list[Tensor], list[Tensor], Ledger]:
+        mass, ledger = Mass(), Ledger()
         strategy = SAFusionStrategy(density=0.05, collective="allgather", fusion=fusion, dense_below=0)
-        return train(strategy, [mass], freeze=True, freeze_head=freeze_head), mass.held
+        return train(strategy, [mass, ledger], freeze=True, freeze_head=freeze_head), mass.held, ledger
 
-    (first, held), (second, _) = run_launched(2, sparse)
+    (first, held, mine), (second, _, theirs) = run_launched(2, sparse)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert held[0].abs().sum() > 0
     # one step later most of it is still there
     assert torch.nn.functional.cosine_similarity(held[0].flatten(), held[1].flatten(), dim=0) > 0.5
-
-
-@pytest.mark.parametrize("freeze_head", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_nothing_is_lost_when_the_model_is_wrapped_again(freeze_head: bool) -> None:
-    def sparse(rank: int) -> Ledger:
-        ledger = Ledger()
-        strategy = SAFusionStrategy(density=0.05, collective="allgather", dense_below=0)
-        train(strategy, [ledger], freeze=True, freeze_head=freeze_head)
-        return ledger
-
     # the residual of a tensor is forgotten when it is frozen
     names = [f"{module}.{kind}" for module in ("backbone", "head")[: 2 - freeze_head] for kind in ("weight", "bias")]
-    mine, theirs = run_launched(2, sparse)
     assert_balanced(mine, theirs, to="used", names=names)
 
 
@@ -140,11 +129,10 @@ class ChangesAtStart(TinyClassifier):
     on_train_epoch_start = on_train_start
 
 
-@pytest.mark.parametrize("thaws", [True, False])
-def test_a_change_before_an_epoch_that_is_resumed_in_its_middle_is_followed(tmp_path: Path, thaws: bool) -> None:
+def test_a_change_before_an_epoch_that_is_resumed_in_its_middle_is_followed(tmp_path: Path) -> None:
     epochs: dict[str, Any] = {"max_epochs": -1, "limit_train_batches": 4}
 
-    def both(rank: int) -> list[Tensor]:
+    def resumed(thaws: bool) -> list[Tensor]:
         job = trainer(SAFusionStrategy(**SPARSE), max_steps=6, **epochs)
         job.fit(ChangesAtStart(thaws), classification())
         job.save_checkpoint(tmp_path / "middle.ckpt")
@@ -154,7 +142,7 @@ def test_a_change_before_an_epoch_that_is_resumed_in_its_middle_is_followed(tmp_
         job.fit(model, classification(), ckpt_path=tmp_path / "middle.ckpt")
         return [param.detach() for param in model.parameters()]
 
-    first, second = run_launched(2, both)
+    first, second = run_launched(2, lambda rank: resumed(True) + resumed(False))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -6,7 +6,6 @@ import ast
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -26,9 +25,10 @@ def _distributions() -> dict[str, list[str]]:
     return dict(importlib.metadata.packages_distributions())
 
 
-def _imported(path: Path) -> Iterator[tuple[str, bool]]:
+@cache
+def _imported(path: Path) -> list[tuple[str, bool]]:
     """Distributions that a file imports from, and whether it does so when it is loaded."""
-    tree = ast.parse(path.read_text())
+    tree, found = ast.parse(path.read_text()), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -38,7 +38,8 @@ def _imported(path: Path) -> Iterator[tuple[str, bool]]:
             continue
         for top in {name.partition(".")[0] for name in names} - OWN - set(sys.stdlib_module_names):
             (distribution, *_) = _distributions().get(top, [top])
-            yield _normal(distribution), node in tree.body
+            found.append((_normal(distribution), node in tree.body))
+    return found
 
 
 def _normal(name: str) -> str:

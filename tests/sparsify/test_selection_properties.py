@@ -43,7 +43,7 @@ Case = tuple[Tensor, Segments]
 def spans(draw: st.DrawFn, kinds: Sequence[str] = KINDS, sizes: Sequence[int] = SIZES, pooled: bool = False) -> Case:
     """A span and its segments: empty ones and long ones, quotas from nothing to everything, another kind of values in
     each."""
-    lengths = draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=9))
+    lengths = draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=5))
     quotas = [draw(st.sampled_from([0, min(1, n), n // 100, n // 9, n // 3, n])) for n in lengths]
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     parts = [values_of(draw(st.sampled_from(kinds)), n, rng) for n in lengths]
