@@ -123,11 +123,11 @@ def test_a_memory_with_momentum_keeps_it_on_one_worker(memory: Memory, momentum:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("density", "accumulate"),
-    [(ConstantDensity(0.05), 1), (0.4, 1), pytest.param(ConstantDensity(0.05), 3, marks=pytest.mark.slow)],
+    ("density", "steps", "accumulate"),
+    [(ConstantDensity(0.05), 30, 1), (0.4, 80, 1), pytest.param(ConstantDensity(0.05), 30, 3, marks=pytest.mark.slow)],
 )
 def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
-    monkeypatch: pytest.MonkeyPatch, density: float | ConstantDensity, accumulate: int
+    monkeypatch: pytest.MonkeyPatch, density: float | ConstantDensity, steps: int, accumulate: int
 ) -> None:
     from lightning_safusion.comm import LinearCost
     from lightning_safusion.fusion import build
@@ -141,7 +141,8 @@ def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
         strategy = SAFusionStrategy(density=density)
         plain = TinyClassifier()
         for chosen, trained in ((strategy, model), ("ddp", plain)):
-            trainer(chosen, max_epochs=4, accumulate_grad_batches=accumulate).fit(trained, classification())
+            options = {"max_epochs": 4, "max_steps": steps, "accumulate_grad_batches": accumulate}
+            trainer(chosen, **options).fit(trained, classification())
         report = strategy.report()
         weights = [[p.detach() for p in trained.parameters()] for trained in (model, plain)]
         return report["plain_ddp"], report["bytes_sent"], report["windows"], *weights
@@ -186,7 +187,8 @@ def test_plain_ddp_takes_over_from_sparse_windows(kind: str) -> None:
             carried.append(bool(switched(trainer)))
             deferred.append(isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), DeferredSignals))
 
-        run = trainer(strategy, max_epochs=4, callbacks=[LambdaCallback(on_train_batch_end=look)])
+        watch = LambdaCallback(on_train_batch_end=look)
+        run = trainer(strategy, max_epochs=4, limit_train_batches=10, callbacks=[watch])
         run.fit(model, classification())
         held = strategy.settings.memory.accumulated(0, 1).numel()
         assert carried[0] == (kind != "SGD")  # the memory carries its momentum until then
@@ -220,7 +222,7 @@ class Abandoned(TinyClassifier):
 def test_the_engine_goes_on_where_something_is_held_back() -> None:
     def run(rank: int) -> tuple[dict[str, Any], list[str]]:
         strategy = SAFusionStrategy(density=ConstantDensity(0.05), find_unused_parameters=True)
-        trainer(strategy, max_epochs=4).fit(Abandoned(), classification())
+        trainer(strategy, max_epochs=4, limit_train_batches=12).fit(Abandoned(), classification())
         return strategy.report(), actions(strategy)
 
     report, decided = run_launched(2, run)[0]

@@ -25,7 +25,6 @@ from torch.utils.data import DistributedSampler
 from lightning_safusion import SAFusionStrategy
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
-from tests.quick import quick_of
 
 SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}
 
@@ -235,9 +234,9 @@ class Compilable(TinyClassifier):
         self.manual_backward(self.loss(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.costly(reason="the one compiled model of the quick tests: torch's compiler is imported")
-@pytest.mark.parametrize("place", quick_of(("model", "submodule", "wrapped", "both passes"), ("model",)))
+@pytest.mark.parametrize("place", ["model", "submodule", "wrapped", "both passes"])
 def test_compiled_models(place: str) -> None:
     """With a backend that needs no compiler: what is tested is how graphs, buckets and hooks meet."""
 

@@ -100,7 +100,7 @@ def test_a_job_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     def spy(made: Any) -> Any:
         return made.module.began, made.module.set_up, made.data.set_up, made.module.counted
 
-    (first, second) = bench(tmp_path, spy, config=configs(tmp_path), keep_callbacks=("Counts",))
+    (first, second) = bench(tmp_path, spy, config=configs(tmp_path), keep_callbacks=("Counts",), warmup=12)
     assert first == second
     began, module_set_up, data_set_up, counted = first
     assert len(began) == 2 * 4  # rounds, rows

@@ -192,7 +192,7 @@ def test_other_parts_are_left_to_torch_and_named(make: Callable[..., Cluster], o
     ("options", "unknown"),
     [
         # of 1000 and of 2400 elements no layout is shorter than the other; of 1200, in later plans, the bitmap is
-        ({"wire": "q4", "density": 0.3, "tensors": specs(((1000,),))}, None),
+        *slow([({"wire": "q4", "density": 0.3, "tensors": specs(((1000,),))}, None)]),
         ({"wire": "q4", "density": 0.3, "tensors": specs(((1200,), (1200,)))}, "messages in bitmap-q4"),
         (
             {"collective": "sharded", "tensors": specs(((30, 20), (40,)), torch.float16, dense=(1,))},

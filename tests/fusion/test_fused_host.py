@@ -127,7 +127,7 @@ def test_optimizers_that_take_turns(make: Callable[..., Cluster]) -> None:
 
 @pytest.mark.filterwarnings("ignore:gradients of t4 were not finite")
 @pytest.mark.parametrize(
-    ("scale", "options"), [(None, {}), (8.0, {}), *slow([(None, SHARDS), (8.0, {"tensors": MIXED})])]
+    ("scale", "options"), [(None, {}), *slow([(8.0, {}), (None, SHARDS), (8.0, {"tensors": MIXED})])]
 )
 def test_windows_that_are_not_finite(make: Callable[..., Cluster], scale: float | None, options: Any) -> None:
     """What an optimizer has used leaves the residual, the rest stays, and a later window averages element by element.
