@@ -211,7 +211,9 @@ def test_the_learning_rate_finder_leaves_no_trace(tmp_path: Path, when: str) -> 
         model, held, finder = FromTheStep(), HeldBack(), Searches(when if search else "never")
         callbacks = [held, finder] if when != "before" else [held]
         epochs = 2 if when == "before" else 3
-        run = trainer(strategy, limit_train_batches=6, max_epochs=epochs, callbacks=callbacks, default_root_dir=tmp_path)
+        run = trainer(
+            strategy, limit_train_batches=6, max_epochs=epochs, callbacks=callbacks, default_root_dir=tmp_path
+        )
         found = None
         if search and when == "before":
             found = Tuner(run).lr_find(model, classification(), num_training=8, update_attr=False)

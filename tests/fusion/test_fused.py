@@ -2,7 +2,7 @@
 
 Covers: gradients and residuals over several windows, for quotas by tensor and pooled, keys in units of the update,
     dense tensors, gradients and values of 16 bits, fp32 values, all compressors, buffers that are not fused beside
-    fused ones; numbers that are not finite; a rank that fails; a forgotten window; what was sent; which parts
+    fused ones; numbers that are not finite; a rank that fails; notices; a forgotten window; what was sent; which parts
     the kernels serve.
 """
 
@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.fusion.fused import FusedShipment
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.unfused import left_to_torch
@@ -212,12 +213,14 @@ def test_buffers_that_are_left_to_torch_are_named_once(
     assert all(isinstance(shipment, FusedShipment) for shipment in shipments(cluster)) == (unknown is None)
 
 
-def test_a_bad_gradient_is_seen_by_all_ranks_and_poisons_nothing(make: Callable[..., Cluster]) -> None:
+def test_a_bad_gradient_and_a_notice_are_seen_by_all_ranks_and_poison_nothing(make: Callable[..., Cluster]) -> None:
     cluster = make()
+    cluster.controllers[0].notices = int(Notice.TERMINATE)
     cluster.step(cluster.random_grads(0))
     before, grads = cluster.residuals(), cluster.random_grads(9)
     grads[1][4][17] = torch.nan
     means = cluster.step(grads)
+    assert [controller.heard for controller in cluster.controllers] == [int(Notice.TERMINATE)] * 2  # a window later
     for rank in range(2):
         assert not torch.isfinite(means[rank][4]).all()
         assert all(torch.isfinite(means[rank][i]).all() for i in range(len(SHAPES)) if i != 4)
