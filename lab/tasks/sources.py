@@ -122,5 +122,5 @@ class Sources(Text):
 class ShortSources(Sources):
     """Shorter sequences of the same, and fewer that are held out."""
 
-    def __init__(self, seed: int, batch: int, length: int = 128, held_out: int = 512) -> None:
+    def __init__(self, seed: int, batch: int, length: int = 64, held_out: int = 512) -> None:
         super().__init__(seed, batch, length, held_out)

@@ -294,11 +294,11 @@ _TASKS = (
     ),
     Task(
         "sources-transformer",
-        partial(BytePredictor, Shape(128, 4, 4, 128)),
+        partial(BytePredictor, Shape(64, 4, 4, 64)),
         ShortSources,
         "loss",
         "adamw",
-        lr=1e-3,
+        lr=2e-3,
         steps=400,
         batch=16,
         weight_decay=0.1,
