@@ -6,12 +6,15 @@ import math
 from collections.abc import Callable
 
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.sparsify.schedule import BY_UPDATE
 
 # Below one density steps are larger, by this power of how far it is below: an element that is sent moves for all the
 # steps in which it was not.
 _PACED_BELOW, _PACE = 0.05, 0.25
 # Share of the optimizer's momentum that stays: all of it at density 1, falling with the logarithm to none at 4 %.
 _NONE_KEPT_AT = 0.04
+# In the first steps, while networks leave their first plateau, and some are unstable with less.
+_KEPT_AT_FIRST = 0.95
 
 
 class Pace:
@@ -19,15 +22,20 @@ class Pace:
 
     Args:
         density: Share of the elements that a worker selected in the latest window.
+        first: Whether that was one of the first windows, which send the most.
     """
 
-    def __init__(self, density: Callable[[], float]) -> None:
-        self._density = density
+    def __init__(self, density: Callable[[], float], first: Callable[[], bool] = lambda: False) -> None:
+        self._density, self._first = density, first
 
     @staticmethod
     def of(engine: Engine) -> Pace:
         """That of the engine's windows."""
-        return Pace(lambda: engine.space.scattered * engine.space.quotas.density)
+        space, planner = engine.space, engine.planner
+        return Pace(
+            lambda: space.scattered * space.quotas.density,
+            lambda: planner.opening and space.quotas.density == BY_UPDATE.density,
+        )
 
     @property
     def factor(self) -> float:
@@ -41,4 +49,5 @@ class Pace:
         The more often elements are sent, the more do steps without a momentum shake the weights; the less often, the
         less do they need one.
         """
-        return max(0.0, 1.0 - math.log(self._density()) / math.log(_NONE_KEPT_AT))
+        lasting = 1.0 - math.log(self._density()) / math.log(_NONE_KEPT_AT)
+        return max(0.0, lasting, _KEPT_AT_FIRST if self._first() else 0.0)

@@ -60,22 +60,26 @@ class ConstantDensity(DensitySchedule):
 
 @dataclass(frozen=True)
 class Opening:
-    """Least density of the first steps: ``density`` at first, later about ``density * steps / step``.
+    """Least density of the first steps: ``density`` for ``steps`` steps, later about ``1 / (wait * step)``.
 
-    An element waits for a share of the steps so far, at most. The density falls by half octaves, so that plans last a
-    while. Chosen in ``docs/convergence.md``.
+    An element then waits for the share ``wait`` of the steps so far, at most. The density falls by half octaves, so
+    that plans last a while. Chosen in ``docs/convergence.md``.
 
     Args:
         density: Of the first steps, in (0, 1].
-        steps: How long it stays, about.
+        steps: How long it stays, about; at least ``1 / (wait * density)``.
+        wait: Share of the steps so far.
     """
 
     density: float
     steps: int
+    wait: float
 
     def __call__(self, step: int) -> float:
         """Least density of a step, after ``step`` optimizer steps."""
-        octaves = max(0.0, math.log2((step + 1) / self.steps))
+        if step < self.steps:
+            return self.density
+        octaves = max(0.0, math.log2(self.density * self.wait * (step + 1)))
         return self.density * 2.0 ** (-round(2 * octaves) / 2)
 
     def lasts(self, density: float) -> int:
@@ -83,11 +87,11 @@ class Opening:
         return next(step for step in itertools.count() if self(step) <= density)
 
 
-#: Where elements are compared in units of the update, an element waits for half of the steps so far: second moments
-#: begin with all elements, and follow what is sent.
-BY_UPDATE = Opening(0.2, 10)
+#: Where elements are compared in units of the update: at first as long and as much as the optimizer's momentum is
+#: needed, later an element waits for half of the steps so far, as second moments follow what is sent.
+BY_UPDATE = Opening(0.35, 60, 0.5)
 #: Elsewhere for a 25th, as long as the optimizer has the momentum: gradients change fast at first.
-BY_GRADIENT = Opening(0.5, 50)
+BY_GRADIENT = Opening(0.5, 50, 0.04)
 
 
 class SuitedDensity(ConstantDensity):

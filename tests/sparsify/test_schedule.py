@@ -110,11 +110,11 @@ def test_other_arguments_are_checked() -> None:
         DGCWarmup(0.1, values=[2.0])
 
 
-def test_elements_wait_for_half_of_the_first_steps_at_most() -> None:
+def test_elements_wait_for_half_of_the_steps_so_far_at_most() -> None:
     densities = [BY_UPDATE(step) for step in range(1000)]
-    assert densities[:11] == [0.2] * 11
+    assert densities[:60] == [0.35] * 60
     assert densities == sorted(densities, reverse=True)
-    assert all(0.84 * 2 / step < density < 1.19 * 2 / step for step, density in enumerate(densities[11:], 12))
-    assert len({*densities[:95]}) == 7  # each is a plan
-    assert [BY_UPDATE.lasts(density) for density in (0.2, 0.02, 0.001)] == [0, 95, 2152]
+    assert all(0.84 * 2 / step < density < 1.19 * 2 / step for step, density in enumerate(densities[60:], 61))
+    assert len({*densities[:90]}) == 3  # each is a plan
+    assert [BY_UPDATE.lasts(density) for density in (0.35, 0.02, 0.001)] == [0, 108, 1739]
     assert [BY_GRADIENT.lasts(density) for density in (0.5, 0.1)] == [0, 237]

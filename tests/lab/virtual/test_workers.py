@@ -19,6 +19,7 @@ from lab.tasks import TASKS, Digits, Text
 from lab.virtual.workers import Dense, Engines
 from lightning_safusion.fusion import fused
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.integration.pace import Pace
 from lightning_safusion.sparsify.schedule import BY_GRADIENT, BY_UPDATE
 
 SPECS = specs()
@@ -198,3 +199,5 @@ def test_engines_suit_the_optimizer(make: Callable[..., Engines], optimizer: Any
         assert (controller.space.selector.units is not None) == divides
         assert (controller.space.memory.decay < 1) == divides
         assert controller.opening is (BY_UPDATE if divides else BY_GRADIENT)
+    engines.average(gradients(2, 0))
+    assert (Pace.of(engines.controllers[0]).kept == 0.95) == divides  # the optimizer needs its momentum at first
