@@ -89,7 +89,7 @@ class Opening:
 
 #: Where elements are compared in units of the update: at first as long and as much as the optimizer's momentum is
 #: needed, later an element waits for half of the steps so far, as second moments follow what is sent.
-BY_UPDATE = Opening(0.35, 60, 0.5)
+BY_UPDATE = Opening(0.35, 100, 0.5)
 #: Elsewhere for a 25th, as long as the optimizer has the momentum: gradients change fast at first.
 BY_GRADIENT = Opening(0.5, 50, 0.04)
 

@@ -361,7 +361,7 @@ def test_the_default_compares_updates_of_adamw(caplog: pytest.LogCaptureFixture)
             assert all(torch.equal(weights_[0], other) for other in weights_)
     assert not all(torch.equal(a, b) for a, b in zip(trained[0], trained[2], strict=True))
     assert "Elements are compared by how far they would move" in said
-    assert "; the first 60 steps send more, so compare longer runs; " in said
+    assert "; the first 100 steps send more, so compare longer runs; " in said
 
 
 def test_the_first_windows_send_more() -> None:

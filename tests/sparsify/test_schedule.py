@@ -112,9 +112,9 @@ def test_other_arguments_are_checked() -> None:
 
 def test_elements_wait_for_half_of_the_steps_so_far_at_most() -> None:
     densities = [BY_UPDATE(step) for step in range(1000)]
-    assert densities[:60] == [0.35] * 60
+    assert densities[:100] == [0.35] * 100
     assert densities == sorted(densities, reverse=True)
-    assert all(0.84 * 2 / step < density < 1.19 * 2 / step for step, density in enumerate(densities[60:], 61))
-    assert len({*densities[:90]}) == 3  # each is a plan
+    assert all(0.84 * 2 / step < density < 1.19 * 2 / step for step, density in enumerate(densities[100:], 101))
+    assert len({*densities[:108]}) == 2  # each is a plan
     assert [BY_UPDATE.lasts(density) for density in (0.35, 0.02, 0.001)] == [0, 108, 1739]
     assert [BY_GRADIENT.lasts(density) for density in (0.5, 0.1)] == [0, 237]
