@@ -19,6 +19,7 @@ the size of a message is known without looking at the gradient, and they need no
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -193,6 +194,9 @@ _CODECS: dict[str, type[Codec]] = {
     codec.layout: codec for codec in (DenseCodec, EliasFanoCodec, Block16Codec, Block8Codec, BitmapCodec, CooCodec)
 }
 
+# The format that kernels of devices write is taken unless another is smaller by a ninth; a 25th if values are large.
+_SERVED, _SERVED_LARGE = 8 / 9, 24 / 25
+
 
 def available_wires() -> tuple[str, ...]:
     """Names that :func:`resolve_codec` takes."""
@@ -252,8 +256,12 @@ def resolve_codec(
     # block8 saves little next to values of 16 and 32 bits, and has no kernel
     layouts.remove(Block8Codec if not values.few_bits else DenseCodec)
     # what a message is rounded up to anyway is no reason to leave the format that has kernels on devices
-    unit = MESSAGE_BYTES if values.few_bits else 1
-    return min((codec(shape) for codec in layouts), key=lambda codec: blocks_of(codec.nbytes, unit))
+    unit, factor = (MESSAGE_BYTES, _SERVED) if values.few_bits else (1, _SERVED_LARGE)
+    weight = {EliasFanoCodec.layout: factor}
+    return min(
+        (codec(shape) for codec in layouts),
+        key=lambda codec: math.ceil(codec.nbytes * weight.get(codec.layout, 1) / unit),
+    )
 
 
 def _number_marked(bitmap: np.ndarray) -> int:
