@@ -58,7 +58,7 @@ def tests(setting: Setting) -> Iterator[Figure]:
     """See ``docs/gpu.md``."""
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
     if missing:
-        about = "the stages numerics, races, graphs and processes make the same comparisons"
+        about = "the stages numerics, races and processes make the same comparisons"
         yield note("tests", f"not run: {' and '.join(missing)} missing", about=about)
         return
     for file in _REHEARSED if setting.rehearse else _TESTS:  # one by one: if time runs out, some have been seen

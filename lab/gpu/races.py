@@ -1,10 +1,8 @@
-"""Streams that are held up at random, an abandoned window, and CUDA graphs: what only a device can get wrong."""
+"""Streams that are held up at random, and an abandoned window: what only a device can get wrong."""
 
 from __future__ import annotations
 
-import os
 import random
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -14,16 +12,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from lab.gpu.buffers import DECAY, Case, Rank
 from lab.gpu.device import Device
 from lab.gpu.figures import Figure, equal, note
 from lab.gpu.jobs import Echo, Job, described, middle_shapes
 from lab.gpu.stages import Setting
 from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.kernels.cuda import buffer
-from lightning_safusion.kernels.cuda.graphs import SWITCH, capture
 
-_WINDOWS, _REPLAYS, _SETS = 200, 200, 8
+_WINDOWS, _SETS = 200, 8
 #: Most cycles of a delay, and how many of the possible places have one.
 _DELAY, _SHARE = 400_000, 0.3
 # Windows that are abandoned when half of the gradients have come.
@@ -113,13 +109,12 @@ def _trained(place: Device, how: str, windows: int) -> list[Tensor]:
 
     Args:
         place: The device.
-        how: "late"; "graphs" (as late, selections from CUDA graphs); "serial"; "scaled" (fused kernels, and the host
-            decides, of gradients that are :data:`SCALE` times as large); or "host" (which decides). Late windows get
-            gradients on a stream of their own, as DDP's hooks run on that of its construction, and end on another,
-            where autograd runs its callbacks.
+        how: "late"; "serial"; "scaled" (fused kernels, and the host decides, of gradients that are :data:`SCALE` times
+            as large); or "host" (which decides). Late windows get gradients on a stream of their own, as DDP's hooks
+            run on that of its construction, and end on another, where autograd runs its callbacks.
         windows: So many.
     """
-    delays, late = Delays(place, 7), how in ("late", "graphs")
+    delays, late = Delays(place, 7), how == "late"
     specs = described(middle_shapes(not place.cuda))
     transport = LateEcho(3, delays) if late and place.cuda else Echo(3)
     scale = SCALE if how == "scaled" else 1.0  # powers of two: exact
@@ -137,7 +132,7 @@ def _trained(place: Device, how: str, windows: int) -> list[Tensor]:
 
     launches = {"late": delays.launch, "serial": serial}
     replaced: Any = patch.object(buffer, "launch", launches.get(how, plain))
-    with replaced, patch.dict(os.environ, {SWITCH: str(int(how == "graphs"))}):
+    with replaced:
         for step in range(windows):
             job.engine.finish()  # an abandoned window may still write
             with beside(place, late):
@@ -164,7 +159,6 @@ def races(setting: Setting) -> Iterator[Figure]:
     windows = 8 if setting.rehearse else _WINDOWS
     others = {
         "serial": "one kernel at a time",
-        "graphs": "selections from CUDA graphs",
         "scaled": "a scaled loss, where the host decides",
         "host": "PyTorch's operations, where the host decides",
     }
@@ -176,42 +170,3 @@ def races(setting: Setting) -> Iterator[Figure]:
         yield equal(f"{windows} windows with random delays equal those of {about}", not wrong, where)
     abandoned = sum(step < windows for step in _ABANDONED)
     yield note("of these abandoned when half of the gradients had come", abandoned)
-
-
-def graphs(setting: Setting) -> Iterator[Figure]:
-    """See ``docs/gpu.md``."""
-    place, replays = Device(setting.rehearse), 3 if setting.rehearse else _REPLAYS
-    sizes = (900, 40, 2500) if setting.rehearse else (9_000_000, 768, 2_000_000, 3072, 5_000_000)
-    rank = Rank.of(Case(sizes), 0, 11, [0] * len(sizes))
-    weighing, memory = rank.weighing, rank.memory.clone()
-
-    def work() -> None:
-        rank.kernels.select(DECAY, weighing)
-        rank.kernels.pack(0)
-
-    rank.kernels.locate(rank.grads, weighing)
-    work()
-    first, replay = rank.kernels.sent.clone(), work
-    if place.cuda:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            replay = capture(work)
-    wrong = []
-    for turn in range(replays):
-        rank.memory.copy_(memory)
-        rank.kernels.sent.fill_(turn % 256)
-        replay()
-        if not torch.equal(rank.kernels.sent, first):
-            wrong.append(turn)
-    yield equal(
-        f"{replays} replays write the bytes of plain launches", not wrong, f"first in {wrong[0]}" if wrong else ""
-    )
-    for name, each in (("plain launches", work), ("replay of a graph", replay)):
-        times = []
-        for _ in range(replays // 10 + 1):
-            place.wait()
-            place.hold()
-            begin = perf_counter()
-            each()
-            times.append(perf_counter() - begin)
-        yield note(f"host: {name} of a buffer", statistics.median(times) * 1e6, "µs")
-        yield note(f"device: {name} of a buffer", place.median(each, replays // 10 + 1) * 1e6, "µs")

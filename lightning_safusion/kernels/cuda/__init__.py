@@ -10,8 +10,8 @@ select again in 7; ``chosen`` has the kernels for other compressors than Top-k; 
 of all buffers in 1. ``tables`` says how a buffer is described to them. ``wire.encode`` writes values, positions, counts
 and padding of other formats in 1 launch, ``wire.decode_*`` reads them in 1 or 2.
 
-Nothing here waits for the device, everything can be captured in a CUDA graph, and every result is the same bits in
-every run: atomics add integers only, and floating sums have a fixed order.
+Nothing here waits for the device, and every result is the same bits in every run: atomics add integers only, and
+floating sums have a fixed order.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_safusion.kernels.cuda import accumulate as accumulating
 from lightning_safusion.kernels.cuda import commit, decode, digits, encode
 from lightning_safusion.kernels.cuda.elements import FRESH, ROOM, SUMS
-from lightning_safusion.kernels.cuda.graphs import Recorded, recorded
 from lightning_safusion.kernels.cuda.launch import address_of, launch
 from lightning_safusion.kernels.cuda.located import Located, grouped
 from lightning_safusion.kernels.cuda.tables import ANY_VALUES, FOUR_BITS, KINDS, Message, Runs, Tables
@@ -126,18 +125,11 @@ class Packer:
         number, bits = self.tables.number, self.tables.digits[level]
         launch(digits.share, number, *arrays, number, BITS=bits, FIRST=level == 0, POOLED=bool(self._pools))
 
-    def pack(self, notices: int, recorded: Recorded | None = None) -> None:
+    def pack(self, notices: int) -> None:
         """Writes the messages; ``notices``: bits for all ranks."""
         if not self.selected:
             raise RuntimeError("nothing was selected that could be packed")
-        self.selected = False
-        if recorded is None:
-            self._pack(notices)
-        else:
-            recorded.run((notices, self.workspace.moves), lambda: self._pack(notices))
-
-    def _pack(self, notices: int) -> None:
-        tables = self.tables
+        self.selected, tables = False, self.tables
         most = int(tables.described[:, 0].max())
         programs = max(1, -(-most // (32 * GROUPS)))
         arrays = self.entries, self.largest, self.flags, self.constants.shape, self.words, self.out, self._halves
@@ -166,7 +158,6 @@ class BufferKernels:
         self.sent, self.received = sent, received
         self.world = len(received) // max(1, len(sent))
         self.packer = Packer(tables, sent, workspace)
-        self._selection, self._packing = recorded(memory.device), recorded(memory.device)
         self.constants = self.packer.constants
         #: Where lanes are counted from, and the share of an element that is there.
         self.origin, self.share = sent, 1.0
@@ -287,14 +278,10 @@ class BufferKernels:
     def select(self, decay: float, weighing: Weighing | None) -> None:
         """Adds the gradients to the residual, and finds what is sent of the sum."""
         keys = self.memory.view(torch.int32) if weighing is None else weighing.keys
-        key = self.located, decay, address_of(keys), address_of(self.scales), self.packer.workspace.moves
-        self._selection.run(key, lambda: self._select(decay, keys))
-        self.packer.selected = True
-
-    def _select(self, decay: float, keys: Tensor) -> None:
         self.packer.take()
         self._compensate(decay, keys)
         self.packer.find(keys, self.memory)
+        self.packer.selected = True
 
     def _compensate(self, decay: float, keys: Tensor, *, known: bool = False) -> None:
         """Adds the gradients to the residual, and counts the first digit of keys, unless what is sent is known."""
@@ -313,7 +300,7 @@ class BufferKernels:
 
     def pack(self, notices: int) -> None:
         """Writes the message; ``notices``: bits for all ranks."""
-        self.packer.pack(notices, self._packing)
+        self.packer.pack(notices)
 
     # -- from messages to means --------------------------------------------------------------------------------------
 

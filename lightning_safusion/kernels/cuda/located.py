@@ -25,7 +25,7 @@ class Reductions(NamedTuple):
 
 @dataclass(eq=False)
 class Located:
-    """Tables on the device, to which graphs point.
+    """Tables on the device, of one set of gradients and flags.
 
     Args:
         addresses: int64 [4, T], of gradients, moments and lanes, and where means are added up.

@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_safusion.kernels.cuda import buffer, decode
 from lightning_safusion.kernels.cuda import reduce as reducing
 from lightning_safusion.kernels.cuda.buffer import BITS, BufferKernels, Packer
-from lightning_safusion.kernels.cuda.graphs import recorded
 from lightning_safusion.kernels.cuda.located import Located, Reductions, grouped
 from lightning_safusion.kernels.cuda.tables import ShardTables
 from lightning_safusion.kernels.cuda.workspace import Constants, Workspace
@@ -70,7 +69,6 @@ class OwnerKernels(BufferKernels):
         self._owner = None if delivering is None else Packer(delivering, mail.delivering, owning)
         taken = np.isin(tables.second.tiles[0], np.flatnonzero((owners == rank) | (tables.second.lanes != -1)))
         self._taken = np.ascontiguousarray(tables.second.tiles[:, taken])
-        self._reduction = recorded(device)
 
     def _lanes(self) -> np.ndarray:
         lanes = self._shards.second.lanes
@@ -98,11 +96,8 @@ class OwnerKernels(BufferKernels):
     def reduce(self) -> None:
         """Adds up its shard in what has arrived, and writes what it delivers of that."""
         packer, constants, shard = self._owner, self._arriving, self.located.shard
-        if packer is not None and constants is not None and shard is not None:
-            key = self.located, packer.workspace.moves
-            self._reduction.run(key, lambda: self._reduce(packer, constants, shard))
-
-    def _reduce(self, packer: Packer, constants: Constants, shard: Reductions) -> None:
+        if packer is None or constants is None or shard is None:
+            return
         numel, others, words = packer.tables.numel, self.world - 1, self.mail.arriving.shape[1] // 4
         weighed = any(moment >= 0 for moment, _, _ in shard.launches)  # keys are in other units than the elements
         held, keys = packer.take((numel, numel if weighed else 0))

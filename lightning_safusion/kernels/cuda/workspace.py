@@ -32,13 +32,12 @@ class Workspace:
     """Memory that the selections of all buffers of one stream use in turn.
 
     Attributes:
-        moves: How often it has got other memory.
         unscaled: float32 [2], the factor of a loss that is not scaled, and its reciprocal.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.int32, device=device)
-        self.moves, self.unscaled = 0, torch.ones(2, dtype=torch.float32, device=device)
+        self.unscaled = torch.ones(2, dtype=torch.float32, device=device)
 
     def take(self, sizes: Sequence[int], zeros: int) -> list[Tensor]:
         """int32 vectors that lie one behind the other, the first ``zeros`` of them filled with zeros at once.
@@ -49,16 +48,13 @@ class Workspace:
         ends = list(accumulate((-(-size // 4) * 4 for size in sizes), initial=0))
         if len(self._memory) < ends[-1]:
             self._memory = torch.empty(ends[-1], dtype=torch.int32, device=self._memory.device)
-            self.moves += 1
         self._memory[: ends[zeros]].zero_()
         return [self._memory[at : at + size] for at, size in zip(ends, sizes, strict=False)]
 
     def release(self) -> None:
         """Frees the memory. The host does not wait: the allocator keeps it for the stream on which it was taken, where
         what takes it next comes behind all that uses it now."""
-        if len(self._memory):
-            self._memory = self._memory.new_empty(0)
-            self.moves += 1
+        self._memory = self._memory.new_empty(0)
 
 
 @dataclass(frozen=True, eq=False)
