@@ -1,6 +1,7 @@
-"""The tables of systems in ``docs/systems.md``, from the rows of the package.
+"""Tables of documents that are rows of the package: systems, and what is refused.
 
 $ python -m lab systems docs/systems.md
+$ python -m lab systems docs/limits.md
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ import re
 from pathlib import Path
 
 from lab.markdown import markdown
+from lightning_safusion.fusion.conflicts import CONFLICTS, Conflict
+from lightning_safusion.integration.parameters import REFUSED_OPTIONS
 from lightning_safusion.systems.rows import DEFAULT, SYSTEMS, EngineSystem, HookSystem
 
-_BLOCK = re.compile(r"(<!-- systems: (engine|hooks) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- ((?:systems|refused): \w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def write_tables(document: str) -> None:
-    """Writes the tables of systems in a document anew.
+    """Writes the tables of a document anew.
 
     Args:
-        document: Markdown file: docs/systems.md.
+        document: Markdown file: docs/systems.md or docs/limits.md.
 
     Raises:
         ValueError: If it marks no place for them.
@@ -28,19 +31,23 @@ def write_tables(document: str) -> None:
 
 
 def documented(text: str) -> str:
-    """The document with current tables between ``<!-- systems: engine -->`` (or ``hooks``) and ``<!-- end -->``.
+    """The document with current tables between their marks, such as ``<!-- systems: engine -->``, and ``<!-- end -->``.
 
     Raises:
         ValueError: If there is no such mark.
     """
     rows = SYSTEMS.values()
     tables = {
-        "engine": _table([_engine_cells(row) for row in rows if isinstance(row, EngineSystem)]),
-        "hooks": _table([_hook_cells(row) for row in rows if isinstance(row, HookSystem)]),
+        "systems: engine": _table([_engine_cells(row) for row in rows if isinstance(row, EngineSystem)]),
+        "systems: hooks": _table([_hook_cells(row) for row in rows if isinstance(row, HookSystem)]),
+        "refused: settings": _table([_conflict_cells(row) for row in CONFLICTS]),
+        "refused: options": _table(
+            [{"option": f"`{name}`", "why": _as_code(why)} for name, why in REFUSED_OPTIONS.items()]
+        ),
     }
     text, found = _BLOCK.subn(lambda match: f"{match[1]}\n{tables[match[2]]}\n\n", text)
     if not found:
-        raise ValueError("the document has no '<!-- systems: engine -->' and '<!-- systems: hooks -->' before tables")
+        raise ValueError("the document has no mark such as '<!-- systems: engine -->' before tables")
     return text
 
 
@@ -62,6 +69,17 @@ def _engine_cells(row: EngineSystem) -> dict[str, str]:
 
 def _hook_cells(row: HookSystem) -> dict[str, str]:
     return {"system": f"`{row.name}`", "what it does": row.summary, "source": row.source}
+
+
+def _conflict_cells(row: Conflict) -> dict[str, str]:
+    needs = "; ".join(map(str, row.needs))
+    return {"what": _as_code(str(row.when)), "needs": _as_code(needs), "because it": _as_code(row.because)}
+
+
+def _as_code(text: str) -> str:
+    """Options and their values as in YAML and Python, between backticks."""
+    named = re.sub(r"(?<!\w)(\w+=)?'([^']+)'", r'`\1"\2"`', text)
+    return re.sub(r"(?<![\w`])((?:\w+\()?\w+=(?:True|False|\.\.\.|\[\.\.\.\])\)?)", r"`\1`", named)
 
 
 def _table(rows: list[dict[str, str]]) -> str:

@@ -22,9 +22,9 @@ from lightning_safusion.sparsify.schedule import SuitedDensity
 
 # Density from which on Adam hardly suffers from error feedback.
 _DENSE_ENOUGH = 0.25
-# Options of DDP under which the strategy would not see every gradient. LightningCLI passes every option with its
-# default, so only other values are refused.
-_REFUSED_OPTIONS = {
+#: Options of DDP under which the strategy would not see every gradient. LightningCLI passes every option with its
+#: default, so only other values are refused.
+REFUSED_OPTIONS: dict[str, str] = {
     "ddp_comm_hook": "the strategy is the communication hook; use DDPStrategy for another one",
     "ddp_comm_state": "the strategy is the communication hook; use DDPStrategy for another one",
     "ddp_comm_wrapper": "the wire format is chosen with wire='bf16' or wire='fp16'",
@@ -84,13 +84,13 @@ def refuse_options(options: dict[str, Any], own: list[str]) -> None:
         MisconfigurationException: If an option contradicts the strategy.
         TypeError: If there is no such option.
     """
-    for name, reason in _REFUSED_OPTIONS.items():
+    for name, reason in REFUSED_OPTIONS.items():
         value = options.get(name)
         if value is not None and value is not False:
             raise MisconfigurationException(f"SAFusionStrategy does not take {name}={value!r}: {reason}.")
     known = {*signature(DDPStrategy.__init__).parameters, *signature(DistributedDataParallel).parameters}
     for name in options:
-        if name not in known | _REFUSED_OPTIONS.keys():
+        if name not in known | REFUSED_OPTIONS.keys():
             hint = suggestion(name, [*own, *known])
             raise TypeError(f"SAFusionStrategy has no argument {name!r}, nor has DistributedDataParallel.{hint}")
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.notation import read, typed
 from lightning_safusion.sparsify.memory.residual import resolve_memory
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DensitySchedule, SuitedDensity, resolve_density
-from lightning_safusion.systems.rows import DEFAULT, EngineSystem, HookSystem, resolve_system
+from lightning_safusion.systems.rows import DEFAULT, GIVES_WAY, EngineSystem, HookSystem, resolve_system
 
 # DDP with a hook has no parts; the strategy reads a plain memory of its settings.
 _NO_PARTS = EngineSystem("", "", "", "single")
+
+# From what is given to the part. Other settings are values.
+_RESOLVERS: dict[str, Callable[[Any], Any]] = {
+    "compressor": resolve_sparsifier,
+    "density": lambda density: SuitedDensity() if density is None else resolve_density(density),
+    "fusion": resolve_fusion,
+    # a copy, since one object may be given to several strategies, and a memory holds the residual of one
+    "memory": lambda memory: copy.deepcopy(resolve_memory(memory)),
+}
 
 
 @dataclass(frozen=True)
@@ -119,27 +127,10 @@ def engine_settings(
     Raises:
         ValueError: If a name is unknown, or two parts do not go together.
     """
-    fusion = resolve_fusion(given["fusion"]) if "fusion" in given else row.policy()
-    # a copy, since one object may be given to several strategies, and a memory holds the residual of one
-    memory = copy.deepcopy(resolve_memory(given.get("memory", row.memory)))
-    collective = given.get("collective", row.collective)
-    quota, wire = row.quota, row.wire
+    own = {field.name: getattr(row, field.name) for field in fields(EngineSettings) if hasattr(row, field.name)}
+    own |= {"density": density, "fusion": row.policy(), "own_buffers": row.own_buffers and "collective" not in given}
+    chosen = own | {name: value for name, value in given.items() if name in own}
+    parts = {name: _RESOLVERS[name](value) if name in _RESOLVERS else value for name, value in chosen.items()}
     if row.name == DEFAULT:
-        if given.get("scope") == "group" or given.get("offload"):
-            quota = "proportional"
-        # rounding errors need a memory
-        if fusion.streams or not find_collective(collective).few_bits or memory.name == "none":
-            wire = "auto"
-    return EngineSettings(
-        compressor=resolve_sparsifier(given.get("compressor", row.compressor)),
-        density=SuitedDensity() if density is None else resolve_density(density),
-        fusion=fusion,
-        memory=memory,
-        scope=given.get("scope", row.scope),
-        quota=given.get("quota", quota),
-        collective=collective,
-        wire=given.get("wire", wire),
-        own_buffers=row.own_buffers and "collective" not in given,
-        offload=given.get("offload", row.offload),
-        select_by=given.get("select_by", row.select_by),
-    )
+        parts |= {name: plain for name, (plain, where) in GIVES_WAY.items() if name not in given and where(parts)}
+    return EngineSettings(**parts)

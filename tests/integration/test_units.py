@@ -429,7 +429,7 @@ def test_nothing_holds_an_optimizer_after_training() -> None:
     "options", [{"offload": True, "quota": "proportional", "wire": "auto"}, {"collective": "gtopk", "wire": "auto"}]
 )
 def test_where_updates_cannot_be_compared(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="use select_by='gradient'"):
+    with pytest.raises(ValueError, match="select_by='update' compares elements before they are sent"):
         SAFusionStrategy(select_by="update", **options)
     SAFusionStrategy(**options)  # the default then compares gradients
 

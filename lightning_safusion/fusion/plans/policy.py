@@ -35,6 +35,8 @@ class FusionPolicy(ABC):
     needs_costs: ClassVar[bool] = False
     #: Buffers fill at each worker's own pace, so that the plan does not define where they end (SAFusion, naive).
     streams: ClassVar[bool] = False
+    #: Buffers are what is ready at ticks of a clock, other ones in every step.
+    ticking: ClassVar[bool] = False
     #: Has sizes that can follow measured times: it implements :meth:`resized`.
     sizable: ClassVar[bool] = False
 

@@ -12,7 +12,10 @@ from lightning_safusion.fusion.plans.selective import Selective
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.lookup import look_up
 
-_POLICIES = (Adaptive, Aligned, Cupcake, Espresso, HiPress, Horovod, MGWFBP, Naive, OMGS, Selective, Single, WFBP)
+#: Those that are known by name.
+POLICIES: tuple[type[FusionPolicy], ...] = (
+    Adaptive, Aligned, Cupcake, Espresso, HiPress, Horovod, MGWFBP, Naive, OMGS, Selective, Single, WFBP,
+)  # fmt: skip
 
 
 def resolve_fusion(spec: str | FusionPolicy) -> FusionPolicy:
@@ -31,6 +34,6 @@ def resolve_fusion(spec: str | FusionPolicy) -> FusionPolicy:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"fusion must be a name or a FusionPolicy, got {spec!r}")
-    policies: dict[str, type[FusionPolicy]] = {policy.name: policy for policy in _POLICIES}
+    policies: dict[str, type[FusionPolicy]] = {policy.name: policy for policy in POLICIES}
     policies["behind"] = Aligned
     return look_up("fusion policy", spec, dict(sorted(policies.items())), "pass a FusionPolicy")()

@@ -58,6 +58,7 @@ class Horovod(FusionPolicy):
     """
 
     name = "horovod"
+    ticking = True
 
     def __init__(self, cycle_s: float = 1e-3, threshold_bytes: int = 128 * 2**20) -> None:
         if not 0 <= cycle_s < float("inf"):

@@ -183,7 +183,8 @@ class NoMemory(Memory):
         """Has nothing to restore."""
 
 
-_MEMORIES: dict[str, type[Memory]] = {
+#: By the names that ``memory`` takes.
+MEMORIES: dict[str, type[Memory]] = {
     memory.name: memory for memory in (AutoMemory, ResidualMemory, DecoupledMomentum, DGCMemory, EF21Memory, NoMemory)
 }
 
@@ -199,4 +200,4 @@ def resolve_memory(spec: str | Memory) -> Memory:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"memory must be a name or a Memory, got {spec!r} of type {type(spec).__name__}")
-    return look_up("memory", spec, _MEMORIES, "pass a Memory")()
+    return look_up("memory", spec, MEMORIES, "pass a Memory")()
