@@ -41,7 +41,7 @@ COMMANDS = {
     ),
     "bench": (
         "lightning_safusion.bench.run:run_bench",
-        "Measures systems side by side in a job of yours and says which to take, or over links of a given rate.",
+        "Measures systems side by side in a job of yours, and says which to take.",
     ),
     "systems": (
         "lightning_safusion.systems.listing:print_systems",

@@ -14,6 +14,7 @@ STUDIES = {
     "missing-rate": ("lab.missing_rate:missing_rate", "Tensors that go missing, and accuracy, by fusion degree."),
     "perplexity": ("lab.perplexity:perplexity", "Learning curves of a small LSTM under DDP and SAFusion."),
     "hook": ("lab.hook:hook", "What a gradient pays for passing through the hook."),
+    "bench": ("lab.bench.run:bench", "Systems side by side on CPU workers, over links of a given rate (Linux, root)."),
     "turns": ("lab.turns:turns", "Rows of a benchmark in turns against each row alone (links: Linux, root)."),
     "window": ("lab.window:window", "What one steady window passes through: modules, functions and Python calls."),
     "numerics": ("lab.numerics:numerics", "Hashes of trained parameters, for every system: what must not change."),

@@ -3,8 +3,8 @@
     $ python -m lab native
     $ python -m lab native --models transformer --systems saf-pooled --densities 0.01,0.05
 
-Two virtual workers of one process train a network of `safusion bench` on random data. Turns of a few steps with and
-without the kernels alternate, and the first steps of a turn are left out. A window is what one worker does with its
+Two virtual workers of one process train a network of `python -m lab bench` on random data. Turns of a few steps with
+and without the kernels alternate, and the first steps of a turn are left out. A window is what one worker does with its
 gradients: adding them to the residual, selection, packing, decoding and taking out what was sent; no exchange is in it.
 """
 
@@ -19,12 +19,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lab.bench.workload import Classifier
 from lab.markdown import line, markdown
 from lab.virtual.training import taken_gradients
 from lab.virtual.workers import Engines
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.bench.rows import parse_row
-from lightning_safusion.bench.workload import Classifier
 from lightning_safusion.kernels import cpu as native
 
 TURN, LEFT_OUT = 6, 2  # steps

@@ -2,7 +2,7 @@
 
     $ python -m lab picture --output docs/images/steps.png
 
-The figures of that table are measured, by the ``safusion bench`` commands above it.
+The figures of that table are measured, by the ``python -m lab bench`` commands above it.
 """
 
 from __future__ import annotations

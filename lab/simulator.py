@@ -24,17 +24,16 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from lab.bench.calibrate import fit_run
+from lab.bench.links import machines
+from lab.bench.measure import REFERENCES, Rhythm, Task, measure
+from lab.bench.workload import scaled
+from lab.clock.cores import run_system
+from lab.clock.costs import HostCluster, HostCosts, HostJob
 from lab.markdown import markdown
-from lightning_safusion.bench.calibrate import fit_run
-from lightning_safusion.bench.measure import FLOOR, REFERENCES, Rhythm, Task, measure
+from lightning_safusion.bench.floor import FLOOR
 from lightning_safusion.bench.results import summarize
-from lightning_safusion.bench.team import machines
-from lightning_safusion.bench.workload import scaled
 from lightning_safusion.lookup import look_up
-from lightning_safusion.simulate.calibration import Calibration
-from lightning_safusion.simulate.cluster import Cluster
-from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.systems import run_system
 from lightning_safusion.simulate.trace import Trace, resolve_trace
 
 SYSTEMS = ("ddp", "wfbp", "saf-inter", "syncea", "safusion")
@@ -78,11 +77,12 @@ def known_jobs() -> dict[str, tuple[int, Task]]:
     }
 
 
-def predict(system: str, trace: Trace, costs: Calibration, density: float) -> float:
+def predict(system: str, trace: Trace, costs: HostCosts, density: float) -> float:
     """Seconds of a step."""
     if system == FLOOR:
         return trace.seconds
-    job = Job(trace, Cluster.calibrated(costs, costs.workers), density, costs.entry_bytes)
+    known = costs.calibration
+    job = HostJob(trace, HostCluster.of(costs, known.workers), density, known.entry_bytes)
     return run_system(system, job).seconds
 
 
@@ -100,7 +100,7 @@ def compare(name: str, rate: str, folder: Path) -> list[Comparison]:
     run, rhythm = pickle.loads((folder / _RUN).read_bytes())  # noqa: S301 (written by this benchmark)
     trace, costs = fit_run(run, rhythm)
     trace.save(folder / "trace.json")
-    costs.save(folder / "calibration.json")
+    costs.calibration.save(folder / "calibration.json")
     label = f"{name}: {task.trace.name}" if task.trace is not None else name
     return [
         Comparison(label, workers, rate, row.system, row.step_s, predict(row.system, trace, costs, task.density))

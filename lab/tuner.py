@@ -27,11 +27,12 @@ from matplotlib.figure import Figure
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lab.bench.links import machines
+from lab.bench.workload import Paced
 from lab.markdown import markdown
 from lab.processes import run_workers
 from lightning_safusion import Adaptive, Aligned, SAFusionStrategy
-from lightning_safusion.bench.team import Place, machines, make_trainer
-from lightning_safusion.bench.workload import Paced
+from lightning_safusion.bench.team import Place, make_trainer
 from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.pricing import predict_finish

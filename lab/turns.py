@@ -23,14 +23,15 @@ from lightning.pytorch import LightningDataModule
 from rich.console import Console
 from torch.utils.data import DataLoader
 
+from lab.bench.links import machines
+from lab.bench.run import begin, usable_rates
+from lab.bench.workload import Classifier, Paced, Workload, scaled
 from lab.markdown import markdown
 from lab.processes import run_workers
+from lightning_safusion.bench.floor import FLOOR
 from lightning_safusion.bench.job import JobOptions
-from lightning_safusion.bench.measure import FLOOR
 from lightning_safusion.bench.own import ALWAYS, checked_rows, run_own
-from lightning_safusion.bench.run import begin, usable_rates
-from lightning_safusion.bench.team import Place, machines
-from lightning_safusion.bench.workload import Classifier, Paced, Workload, scaled
+from lightning_safusion.bench.team import Place
 from lightning_safusion.simulate.trace import resolve_trace
 
 #: By how much the ratio of a row may differ.

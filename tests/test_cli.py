@@ -154,7 +154,7 @@ def test_what_was_probably_meant_is_named(
     [
         (["safusion", "pl"], ["plan"]),
         (["safusion", "plan", "--gpus"], ["--gpus-per-node"]),
-        (["safusion", "bench", "--ba"], ["--bandwidth", "--batch-size"]),
+        (["safusion", "bench", "--m"], ["--minutes", "--model"]),
     ],
 )
 def test_bash_completes_commands_and_options(

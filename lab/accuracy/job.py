@@ -11,10 +11,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lab.bench import measure
+from lab.bench.workload import Batch, Workload
 from lab.tasks import Task, loss
-from lightning_safusion.bench import measure
 from lightning_safusion.bench.rows import Row, parse_row
-from lightning_safusion.bench.workload import Batch, Workload
 from lightning_safusion.notation import read, typed
 
 #: Options of the optimizer, in place of those of the task that is trained.

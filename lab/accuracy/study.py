@@ -21,13 +21,14 @@ from lab.accuracy.job import TrainedJob, trained_row
 from lab.accuracy.reached import RowTimes, summarize
 from lab.accuracy.report import Setting, as_record, build_table, plot_rows
 from lab.accuracy.training import Curve, Training, check_trainable, train_curve
+from lab.bench.links import machines
+from lab.bench.measure import REFERENCES, Rhythm, measure
+from lab.bench.run import begin, usable_rates
 from lab.processes import Ledger, run_missing
 from lab.tasks import TASKS, Task
 from lightning_safusion.__about__ import __version__
-from lightning_safusion.bench.measure import FLOOR, REFERENCES, Rhythm, measure
+from lightning_safusion.bench.floor import FLOOR
 from lightning_safusion.bench.results import summarize as summarize_steps
-from lightning_safusion.bench.run import begin, usable_rates
-from lightning_safusion.bench.team import machines
 from lightning_safusion.literal import literal
 from lightning_safusion.lookup import look_up
 

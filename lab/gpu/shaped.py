@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lab.bench.links import Namespace, linked_namespaces, why_no_links
 from lab.gpu.device import Device
 from lab.gpu.figures import Figure, equal, note
 from lab.gpu.links import DENSITY, KNOWN
@@ -18,7 +19,6 @@ from lab.gpu.stages import Setting
 from lab.gpu.training import Phase
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.baselines.hooks import POWERSGD_START
-from lightning_safusion.bench.links import Namespace, linked_namespaces, why_no_links
 from lightning_safusion.systems.rows import SYSTEMS, HookSystem
 
 RATES = ("1gbit", "10gbit")

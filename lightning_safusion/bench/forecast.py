@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
-from lightning_safusion.bench.measure import Rhythm, Run
 from lightning_safusion.bench.meeting import Meeting
-from lightning_safusion.bench.recorders import EngineRecorder, FloorRecorder, Kept
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.turns import Bench
 from lightning_safusion.callbacks.trace_recorder import TraceRecorder
 from lightning_safusion.comm.calibrate import calibrate
+from lightning_safusion.comm.cost import LinearCost
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.transport.torch_backend import default_transport
+from lightning_safusion.fusion.events import WindowEvents
+from lightning_safusion.fusion.plans.costs import SelectionCost
+from lightning_safusion.fusion.recorder import ProfileRecorder
 from lightning_safusion.notation import read
 from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
 from lightning_safusion.simulate.cluster import Cluster
@@ -27,11 +32,11 @@ from lightning_safusion.simulate.device import DEVICES
 from lightning_safusion.simulate.job import Job as SimulatedJob
 from lightning_safusion.simulate.rows import simulated_row
 from lightning_safusion.simulate.trace import Trace
+from lightning_safusion.strategy import SAFusionStrategy
 
-#: Rows whose costs are recorded: selection before and after fusion, in buffers that all ranks cut alike.
-_AHEAD, _BEHIND, _DENSITY = "saf-inter", "behind", 0.02
-_BLOCKS = 7  # of steps: one that does not count, and one for each size of buffers
-_TRACED, _SKIPPED = 20, 10  # steps of a trace on a device
+# The row whose costs are recorded: its buffers stay as they are.
+_ROW = "saf-inter[density=0.02]"
+_TRACED, _SKIPPED = 20, 10  # steps of a trace
 _SIZES = tuple(1 << bits for bits in range(10, 27, 2))  # bytes, at which a line of costs is written down
 _ENTRY_BYTES = 6.0  # of an entry where nothing was counted: systems have formats of their own
 # Devices whose speeds are known, by the names that drivers give them and their like.
@@ -59,12 +64,56 @@ class Recorded:
         return Cluster.calibrated(self.costs, nodes, per_node, jitter=0.0, device=DEVICES[self.costs.device or "a100"])
 
 
+class CostRecorder(Callback):
+    """What selection and decoding take of the processors, as the planner agrees on it.
+
+    Attributes:
+        entry_bytes: Bytes of an entry in the messages; None before there were some.
+    """
+
+    def __init__(self) -> None:
+        self.entry_bytes: float | None = None
+        self._recorder: ProfileRecorder | None = None
+        self._windows = 0
+
+    def observe(self, events: WindowEvents) -> None:
+        """Adds a window, but for the first: it sets up communicators."""
+        self._windows += 1
+        if self._windows == 1:
+            return
+        self._recorder = self._recorder or ProfileRecorder(len(events.layout))
+        self._recorder.record(events)
+        sparse = [each for each in events.buffers if each.collective == "allgather"]
+        entries = sum(each.capacity for each in sparse)
+        if entries:
+            self.entry_bytes = sum(each.bytes_sent for each in sparse) / entries
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(trainer.strategy, SAFusionStrategy)  # noqa: S101 (rows of forecasts have it)
+        trainer.strategy.add_observer(self)
+
+    def agree(self, transport: Transport, lines: Mapping[str, LinearCost]) -> tuple[SelectionCost, float] | None:
+        """Seconds of a buffer by its elements, and of an entry that is decoded; None without a sparse window.
+        Collective.
+
+        Args:
+            transport: Of all workers.
+            lines: Costs of its collectives.
+        """
+        if self._recorder is None or self.entry_bytes is None:
+            return None
+        agreed = self._recorder.agree(transport, lines, "cpu")
+        select, decode = agreed.select, agreed.decode
+        per_entry = decode.per_byte * self.entry_bytes / transport.world_size
+        return SelectionCost(select.fixed + decode.fixed, select.per_byte), per_entry
+
+
 def record(
     bench: Bench,
     meeting: Meeting,
     make: Callable[[str], Any],
-    place: tuple[int, int, bool],
-    block: int,
+    place: tuple[int, int],
     accumulated: int,
     tick: Callable[[], None],
 ) -> Recorded | None:
@@ -74,73 +123,39 @@ def record(
         bench: The job.
         meeting: Its processes.
         make: A new strategy for a row.
-        place: Machines, workers on each, and whether all share one clock.
-        block: Steps with buffers of one size.
+        place: Machines, and workers on each.
         accumulated: Batches of a step.
         tick: Called after every step.
 
     Returns:
         What was recorded on the first process; None on others.
     """
-    nodes, per_node, one_clock = place
-    if meeting.device.type != "cpu":
-        return _record_device(bench, meeting, make, nodes, per_node, accumulated, tick)
-    length = _BLOCKS * block
-
-    def turn(row: str, pipe: Kept, recorder: Callback) -> list[Any]:
-        bench.turn(f"{row} recorded", make(row), 0, length, tick, recorder, accumulated=False)
-        records: list[Any] | None = [None] * meeting.workers if meeting.rank == 0 else None
-        dist.gather_object(pipe.record, records)
-        return records or []
-
-    kept, sparse = (Kept(), Kept(True), Kept(False)), f"[density={_DENSITY}]"
-    floor = turn("no-exchange", kept[0], FloorRecorder(kept[0]))
-    ahead = turn(f"{_AHEAD}{sparse}", kept[1], EngineRecorder(kept[1], block, one_clock))
-    behind = turn(f"{_BEHIND}{sparse}", kept[2], EngineRecorder(kept[2], block, one_clock))
-    if meeting.rank != 0:
-        return None
-    from lightning_safusion.bench.calibrate import fit_run  # scipy is an extra
-
-    trace, costs = fit_run(Run({}, floor, ahead, behind), Rhythm(block=block), per_node)
-    return Recorded(_of_steps(trace, accumulated), costs)
-
-
-def _record_device(
-    bench: Bench,
-    meeting: Meeting,
-    make: Callable[[str], Any],
-    nodes: int,
-    per_node: int,
-    accumulated: int,
-    tick: Callable[[], None],
-) -> Recorded | None:
-    """On a device events say when gradients are ready, and collectives have costs of their own."""
-    recorder = TraceRecorder(None, _TRACED, _SKIPPED)
-    row = f"{_AHEAD}[density={_DENSITY}]"
-    bench.turn(f"{row} recorded", make(row), 0, _SKIPPED + _TRACED + 2, tick, recorder, accumulated=False)
+    recorder, costs = TraceRecorder(None, _TRACED, _SKIPPED), CostRecorder()
+    steps = _SKIPPED + _TRACED + 2
+    bench.turn(f"{_ROW} recorded", make(_ROW), 0, steps, tick, recorder, costs, accumulated=False)
     transport = default_transport()
     lines = calibrate(transport, meeting.device)
+    on_cpu = meeting.device.type == "cpu"
+    agreed = costs.agree(transport, lines) if on_cpu else None
     transport.close()
-    if recorder.trace is None:
+    if recorder.trace is None or (on_cpu and agreed is None):
         return None
-    times = {
-        name: CollectiveTimes(tuple(CollectiveSample(n, line(n), line.per_byte * n, 0.0, 0.0) for n in _SIZES))
-        for name, line in lines.items()
-    }
-    name = torch.cuda.get_device_name(meeting.device)
-    source = f"timed on {meeting.workers} workers ({dist.get_backend()}, {name})"
-    costs = Calibration(
+    times = {name: CollectiveTimes(tuple(CollectiveSample(n, line(n)) for n in _SIZES)) for name, line in lines.items()}
+    name = platform.machine() if on_cpu else torch.cuda.get_device_name(meeting.device)
+    select, decode = agreed or (None, None)
+    calibration = Calibration(
         meeting.workers,
         times["allgather"],
         times["allreduce"],
         _ENTRY_BYTES,
-        host=None,
-        source=source,
-        nodes=nodes,
-        per_node=per_node,
-        device=known_device(name),
+        select,
+        decode,
+        source=f"timed on {meeting.workers} workers ({dist.get_backend()}, {name})",
+        nodes=place[0],
+        per_node=place[1],
+        device=None if on_cpu else known_device(name),
     )
-    return Recorded(_of_steps(recorder.trace, accumulated), costs)
+    return Recorded(_of_steps(recorder.trace, accumulated), calibration)
 
 
 def known_device(name: str) -> str | None:

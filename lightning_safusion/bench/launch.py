@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_safusion.bench.job import JobOptions
 from lightning_safusion.bench.team import die_with_parent
-from lightning_safusion.lookup import need
 
 #: Set in the processes that this module has started.
 STARTED = "SAFUSION_BENCH_STARTED"
@@ -50,16 +48,14 @@ def counted(arguments: Mapping[str, Any], workers: int | None) -> dict[str, Any]
     return chosen
 
 
-def _check(trainer: Trainer, calibrate: bool, starts: bool) -> None:
+def _check(trainer: Trainer, starts: bool) -> None:
     """Refuses a job that cannot be measured.
 
     Args:
         trainer: Of the job.
-        calibrate: Its costs are to be fitted.
         starts: The processes beside this one are to be started here.
 
     Raises:
-        ModuleNotFoundError: If scipy is missing, where costs on CPUs are to be fitted; names the extra.
         ValueError: If there is one worker only, or processes are missing that this one cannot start.
     """
     if trainer.world_size < 2:
@@ -67,8 +63,6 @@ def _check(trainer: Trainer, calibrate: bool, starts: bool) -> None:
             "there is one worker, and nothing to exchange: set devices or num_nodes in the trainer's section, give "
             "--workers, or start the command with torchrun or srun"
         )
-    if calibrate and isinstance(trainer.accelerator, CPUAccelerator):
-        need("scipy", "cli", "a bench of a job on CPUs, unless with --calibrate false,")
     if not starts:
         return
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -93,13 +87,13 @@ def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[Non
         options: Of the command.
 
     Raises:
-        ModuleNotFoundError, ValueError: See :func:`_check`.
+        ValueError: See :func:`_check`.
     """
     strategy = DDPStrategy()
     trainer = Trainer(**arguments, strategy=strategy, logger=False, enable_checkpointing=False)
     environment = strategy.cluster_environment
     starts = environment is not None and not environment.creates_processes_externally
-    _check(trainer, options.calibrate, starts)
+    _check(trainer, starts)
     if environment is None or not starts:
         yield
         return

@@ -179,9 +179,3 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type != "cpu" and hasattr(torch, "accelerator"):
         torch.accelerator.synchronize(device)
-
-
-def one_machine(meeting: Meeting) -> bool:
-    """Whether all processes share a machine, and so a clock. Collective."""
-    name = socket.gethostname()
-    return bool(meeting.hold({"host": name}, lambda all_of: len({each["host"] for each in all_of}) == 1))

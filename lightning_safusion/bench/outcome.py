@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_safusion.bench.files import with_strategy
+from lightning_safusion.bench.floor import FLOOR, IN_STEP
 from lightning_safusion.bench.forecast import Recorded, simulated_as, turning_point
 from lightning_safusion.bench.job import Job
-from lightning_safusion.bench.measure import FLOOR, IN_STEP, Block
 from lightning_safusion.bench.meeting import Meeting
-from lightning_safusion.bench.results import SystemFigures, machine, plot_tables, summarize
+from lightning_safusion.bench.results import Block, SystemFigures, machine, plot_tables, summarize
 from lightning_safusion.bench.turns import Bench, Turned
 from lightning_safusion.bench.verdict import YOURS, Verdict, best_strategy, decide, judge, sends_all
 from lightning_safusion.integration.parameters import trainable

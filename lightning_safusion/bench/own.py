@@ -24,11 +24,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
+from lightning_safusion.bench.floor import FLOOR, IN_STEP, REFERENCE_STRATEGIES
 from lightning_safusion.bench.forecast import Recorded, record
 from lightning_safusion.bench.job import Job, JobOptions, parse_job
 from lightning_safusion.bench.launch import as_started, counted, processes
-from lightning_safusion.bench.measure import FLOOR, IN_STEP, REFERENCE_STRATEGIES
-from lightning_safusion.bench.meeting import Meeting, cause, one_machine
+from lightning_safusion.bench.meeting import Meeting, cause
 from lightning_safusion.bench.outcome import Outcome, conditions_of, write
 from lightning_safusion.bench.progress import TurnProgress
 from lightning_safusion.bench.rows import parse_row
@@ -247,11 +247,9 @@ class _Run:
             return None, "calibrate is false", False
         progress.begin("trace and costs of the job")
         accumulated = self.job.trainer.get("accumulate_grad_batches") or 1
-        place = (self.nodes, self.per_node, one_machine(self.meeting))
+        place = (self.nodes, self.per_node)
         recorded, reason = self.meeting.attempt(
-            lambda: record(
-                self.bench, self.meeting, self._strategy, place, self.options.block, accumulated, progress.step
-            )
+            lambda: record(self.bench, self.meeting, self._strategy, place, accumulated, progress.step)
         )
         mine = {"reason": None if reason is None else reason.splitlines()[0][:300], "stopped": self.interrupted}
         failed, stopped = self.meeting.hold(

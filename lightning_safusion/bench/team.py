@@ -11,21 +11,32 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy
 
-from lightning_safusion.bench.links import Namespace, linked_namespaces
-
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _ports = itertools.count(29500)  # in namespaces, which have all ports to themselves
+
+
+class Machine(Protocol):
+    """Where one worker runs, if not beside this process: a network namespace of ``python -m lab bench``."""
+
+    @property
+    def address(self) -> str:
+        """Of its device ``eth0``."""
+
+    def enter(self) -> None:
+        """Moves this process there."""
+
+    def shape(self, rate: str) -> None:
+        """Limits its link to a rate."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +45,11 @@ class Place:
 
     Args:
         workers: How many.
-        machines: A network namespace for each; none: the loopback.
+        machines: One for each; none: the loopback.
     """
 
     workers: int
-    machines: tuple[Namespace, ...] = ()
+    machines: tuple[Machine, ...] = ()
 
     def environment(self) -> list[dict[str, str]]:
         """Variables of each worker, for one process group of all of them."""
@@ -58,16 +69,6 @@ class Place:
             "OMP_NUM_THREADS": "1",  # otherwise Lightning gives a node with one device all cores
         }
         return [{**common, "NODE_RANK": str(rank)} for rank in range(self.workers)]
-
-
-@contextmanager
-def machines(workers: int, rate: str | None) -> Iterator[Place]:
-    """Workers with a link of that rate each; None: on the loopback. Errors as in :func:`linked_namespaces`."""
-    if rate is None:
-        yield Place(workers)
-    else:
-        with linked_namespaces(workers, rate) as made:
-            yield Place(workers, tuple(made))
 
 
 class _Failed(NamedTuple):

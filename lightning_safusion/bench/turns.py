@@ -217,7 +217,7 @@ class Bench:
         warmup: int,
         steps: int,
         tick: Callable[[], None],
-        more: Callback | None = None,
+        *more: Callback,
         accumulated: bool = True,
     ) -> TurnCallback:
         """Trains a row for some steps. Collective; memory of the row is given back before it returns, or raises.
@@ -228,7 +228,7 @@ class Bench:
             warmup: Steps that do not count.
             steps: Steps that do, with the one before them.
             tick: Called after every step.
-            more: Another callback.
+            more: Other callbacks.
             accumulated: Batches are accumulated as the user's trainer says; False: every batch makes a step.
         """
         device = self._meeting.device
@@ -237,7 +237,7 @@ class Bench:
         if isinstance(strategy, SAFusionStrategy) and row in self._learned:
             strategy.begin_with(self._learned[row])
         timing = TurnCallback(self._meeting, self._beginning, warmup, steps, self._stops, tick)
-        callbacks = [*copy.deepcopy(self._job.callbacks), *([more] if more else []), timing]
+        callbacks = [*copy.deepcopy(self._job.callbacks), *more, timing]
         arguments = dict(self._job.trainer)
         if not accumulated:
             arguments["accumulate_grad_batches"] = 1

@@ -8,8 +8,8 @@ from math import inf
 from statistics import fmean, median
 from typing import Any
 
+from lightning_safusion.bench.floor import FLOOR, IN_STEP
 from lightning_safusion.bench.forecast import WORTH, rate_in_words
-from lightning_safusion.bench.measure import FLOOR, IN_STEP
 from lightning_safusion.bench.results import SystemFigures
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.turns import Turned

@@ -1,4 +1,4 @@
-"""Costs measured on a group of workers: of its collectives, of the engine's work on its processors; and their file."""
+"""Costs measured on a group of workers: of its collectives, of selection and decoding on processors; and their file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from lightning_safusion.comm.cost import LinearCost, Link, fit_linear, log2_ceil
+from lightning_safusion.comm.cost import Link, fit_linear, log2_ceil
+from lightning_safusion.fusion.plans.costs import SelectionCost
 
 _FORMAT = "lightning-safusion-calibration"
-_VERSION = 2
+_VERSION = 3
 _REMEDY = "write a new one with safusion bench --calibrate true"
 
 
@@ -23,17 +25,11 @@ class CollectiveSample:
 
     Args:
         nbytes: Of one worker's message, or of the buffer that is reduced.
-        alone: Seconds of one collective while no other runs.
-        queued: Seconds between the ends of two that were launched at once: the latency of one hides behind the other.
-        processor: Seconds of a core that one alone takes on each worker.
-        processor_queued: The same of one in a queue.
+        seconds: Of one collective.
     """
 
     nbytes: int
-    alone: float
-    queued: float
-    processor: float
-    processor_queued: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -49,59 +45,11 @@ class CollectiveTimes:
         low, high = rows[place - 1], rows[place]
         share = max(0.0, (nbytes - low[0]) / (high[0] - low[0]))
         _, *values = np.maximum(low + share * (high - low), 0.0).tolist()
-        return CollectiveSample(int(nbytes), *values)
+        return type(self.samples[0])(int(nbytes), *values)
 
     @cached_property
     def _table(self) -> np.ndarray:
         return np.array([astuple(sample) for sample in self.samples], np.float64)
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Seconds of a core that one stage takes for a buffer.
-
-    Args:
-        fixed: For each buffer.
-        per_tensor: For each tensor in it.
-        per_element: For each element in it, or for each entry that is decoded.
-    """
-
-    fixed: float = 0.0
-    per_tensor: float = 0.0
-    per_element: float = 0.0
-
-    def __call__(self, tensors: int, elements: float) -> float:
-        """Seconds for a buffer."""
-        return self.fixed + self.per_tensor * tensors + self.per_element * elements
-
-
-@dataclass(frozen=True)
-class Host:
-    """Processors that do all the work of a worker, and that all workers of a machine may share.
-
-    Args:
-        cores: For each worker.
-        forward: Share of the trace's forward pass in which the worker has a core.
-        backward: The same of the backward pass.
-        optimizer: The same of the optimizer's step.
-        asleep: Share of the rest in which the worker sleeps (a paced job); in the other part it waited for a core.
-        hook: Seconds that the engine takes for each gradient, besides the stages below.
-        ahead: Selection before fusion, packing and the launch of the collective.
-        behind: The same after fusion.
-        decode: Decoding, by the entries of all workers.
-        drain: Seconds that the end of a window takes besides, by the number of buffers.
-    """
-
-    cores: float
-    forward: float = 1.0
-    backward: float = 1.0
-    optimizer: float = 1.0
-    asleep: float = 1.0
-    hook: float = 0.0
-    ahead: StageCost = StageCost()
-    behind: StageCost = StageCost()
-    decode: StageCost = StageCost()
-    drain: LinearCost = LinearCost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -113,7 +61,9 @@ class Calibration:
         allgather: By the bytes of one worker's message.
         allreduce: By the bytes of the buffer.
         entry_bytes: Bytes of an entry on the wire.
-        host: Costs of a step on the processors of a worker; None where accelerators do the work.
+        select: Selection, packing and launch of a buffer on a worker's processors, with what its decoding takes
+            whatever its size; None where accelerators do the work.
+        decode: Seconds of an entry that is decoded there; None with ``select``.
         jitter: Relative standard deviation of a worker's step without any exchange.
         source: How they were measured, in words.
         nodes: Machines of the group; None in files that do not say.
@@ -130,7 +80,8 @@ class Calibration:
     allgather: CollectiveTimes
     allreduce: CollectiveTimes
     entry_bytes: float
-    host: Host | None
+    select: SelectionCost | None = None
+    decode: float | None = None
     jitter: float = 0.0
     source: str = ""
     nodes: int | None = None
@@ -143,10 +94,10 @@ class Calibration:
         if (self.nodes, self.per_node) != (None, None) and (self.nodes or 0) * (self.per_node or 0) != self.workers:
             placed = f"got nodes={self.nodes} and per_node={self.per_node}"
             raise ValueError(f"calibration: {self.workers} workers are nodes times workers on each, {placed}")
-        for name, value in (asdict(self.host) if self.host is not None else {}).items():
-            numbers = value.values() if isinstance(value, dict) else [value]
+        costs = {"select": () if self.select is None else astuple(self.select), "decode": (self.decode or 0.0,)}
+        for name, numbers in costs.items():
             if not all(isfinite(number) and number >= 0 for number in numbers):
-                raise ValueError(f"calibration: the cost of {name} must be finite and not negative, got {value}")
+                raise ValueError(f"calibration: the cost of {name} must be finite and not negative, got {numbers}")
         if not self.entry_bytes > 0:
             raise ValueError(f"calibration: an entry has bytes on the wire, got entry_bytes={self.entry_bytes}")
 
@@ -154,7 +105,7 @@ class Calibration:
     def placed(self) -> tuple[int, int] | None:
         """Nodes and workers on each, as the simulator counts them: each worker of a CPU job is a node, because its
         costs are those between two workers. None where the file does not say."""
-        if self.host is not None:
+        if self.select is not None:
             return self.workers, 1
         return (self.nodes, self.per_node) if self.nodes is not None and self.per_node is not None else None
 
@@ -163,7 +114,7 @@ class Calibration:
         """α and β of the group, for other numbers of workers: both lines have rounds of messages in common."""
         n, rounds = self.workers, log2_ceil(self.workers)
         gather, reduce = (
-            fit_linear([(sample.nbytes, sample.alone) for sample in times.samples])
+            fit_linear([(sample.nbytes, sample.seconds) for sample in times.samples])
             for times in (self.allgather, self.allreduce)
         )
         alpha = max(0.0, (reduce.fixed - gather.fixed) / rounds)
@@ -178,16 +129,30 @@ class Calibration:
         """Reads a file of :meth:`save`; a ValueError names a file that is no calibration of this version."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            head = f"{content.pop('format')} version {content.pop('version')}"
-            if head != f"{_FORMAT} version {_VERSION}":
-                raise ValueError(f"{path} is {head}, expected {_FORMAT} version {_VERSION}; {_REMEDY}")
+            kind, version = content.pop("format"), content.pop("version")
+            if (kind, version) not in ((_FORMAT, 2), (_FORMAT, _VERSION)):
+                found = f"{kind} version {version}"
+                raise ValueError(f"{path} is {found}, expected {_FORMAT} version {_VERSION}; {_REMEDY}")
+            if version == 2:
+                content = _of_version_2(content)
             for name in ("allgather", "allreduce"):
                 samples = content[name]["samples"]
                 content[name] = CollectiveTimes(tuple(CollectiveSample(**sample) for sample in samples))
-            host = content["host"]
-            if host is not None:
-                stages = {name: StageCost(**host[name]) for name in ("ahead", "behind", "decode")}
-                content["host"] = Host(**(host | stages | {"drain": LinearCost(**host["drain"])}))
+            if content["select"] is not None:
+                content["select"] = SelectionCost(**content["select"])
             return cls(**content)
         except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no calibration: {error!r}; {_REMEDY}") from error
+
+
+def _of_version_2(content: dict[str, Any]) -> dict[str, Any]:
+    """A file that has the costs of shared processors as version 3 has it: they are no longer simulated."""
+    host = content.pop("host")
+    for name in ("allgather", "allreduce"):
+        samples = [{"nbytes": each["nbytes"], "seconds": each["alone"]} for each in content[name]["samples"]]
+        content[name] = {"samples": samples}
+    if host is None:
+        return content | {"select": None, "decode": None}
+    ahead, decode = host["ahead"], host["decode"]
+    select = {"fixed": ahead["fixed"] + decode["fixed"], "per_element": ahead["per_element"]}
+    return content | {"select": select, "decode": decode["per_element"]}

@@ -24,9 +24,8 @@ from lightning_safusion.comm.cost import (
     plain_rate,
     ring_allreduce_bytes,
 )
-from lightning_safusion.fusion.plans.costs import SelectionCost
 from lightning_safusion.lookup import look_up
-from lightning_safusion.simulate.calibration import Calibration, CollectiveTimes, Host
+from lightning_safusion.simulate.calibration import Calibration, CollectiveTimes
 from lightning_safusion.simulate.device import DEVICES, Device
 
 #: NVLink inside a node: 200 GB/s effective.
@@ -46,17 +45,11 @@ class CollectiveCost:
         seconds: Time on the link.
         nbytes: Bytes that one worker receives.
         node_bytes: Bytes that enter one node through its network card.
-        hidden: Seconds of it that hide behind the one before it in a queue: latency.
-        processor: Seconds of a core that it takes on each worker, beside the thread that launches it.
-        processor_hidden: Seconds of these that a queue saves.
     """
 
     seconds: float = 0.0
     nbytes: float = 0.0
     node_bytes: float = 0.0
-    hidden: float = 0.0
-    processor: float = 0.0
-    processor_hidden: float = 0.0
 
     def __add__(self, other: CollectiveCost) -> CollectiveCost:
         """One after the other."""
@@ -78,9 +71,6 @@ class Cluster:
         seed: Of the jitter.
         measured: ``"allgather"`` by the bytes of a message and ``"allreduce"`` by those of the buffer, in place of the
             formulas.
-        host: Processors that compute, select and do the network's work, where accelerators do not; decoding then waits
-            for the end of backward. None: workers share nothing but the link, and a device decodes as soon as an
-            exchange has ended, which delays what it computes.
 
     Raises:
         ValueError: If there is no worker, or the jitter is negative.
@@ -94,7 +84,6 @@ class Cluster:
     jitter: float = 0.0
     seed: int = 0
     measured: Mapping[str, CollectiveTimes] = field(default_factory=dict)
-    host: Host | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
@@ -112,17 +101,13 @@ class Cluster:
         seed: int = 0,
         device: Device = DEVICES["a100"],
     ) -> Cluster:
-        """A cluster with measured costs, as many cores for each worker as there were, and the measured jitter if no
-        other is given. Collectives take the measured times where it has as many nodes as the measured group (as many
-        workers, where these have devices), otherwise those of its link. The work of ``device`` is counted where
-        processors do none."""
-        if costs.host is None:
-            same = nodes * gpus_per_node == costs.workers
-        else:
+        """A cluster with measured costs, and the measured jitter if no other is given. Collectives take the measured
+        times where it has as many nodes as the measured group (as many workers, where these have devices), otherwise
+        those of its link. The work of ``device`` is counted where processors do none."""
+        same = nodes * gpus_per_node == costs.workers
+        if costs.select is not None:
             same = nodes == costs.workers and gpus_per_node == 1
-            select = SelectionCost(costs.host.ahead.fixed, costs.host.ahead.per_element)
-            decode = costs.host.decode.per_element
-            device = Device("processors", _HOST_MEMORY, 0.0, inf, selection=select, decode=decode)
+            device = Device("processors", _HOST_MEMORY, 0.0, inf, selection=costs.select, decode=costs.decode)
         return cls(
             nodes,
             gpus_per_node,
@@ -131,7 +116,6 @@ class Cluster:
             jitter=costs.jitter if jitter is None else jitter,
             seed=seed,
             measured={"allgather": costs.allgather, "allreduce": costs.allreduce} if same else {},
-            host=costs.host,
         )
 
     @property
@@ -233,14 +217,7 @@ class Cluster:
         """The formula's cost, with the measured times if there are any."""
         if collective not in self.measured:
             return formula
-        sample = self.measured[collective].at(nbytes)
-        return replace(
-            formula,
-            seconds=sample.alone,
-            hidden=max(0.0, sample.alone - sample.queued),
-            processor=sample.processor,
-            processor_hidden=max(0.0, sample.processor - sample.processor_queued),
-        )
+        return replace(formula, seconds=self.measured[collective].at(nbytes).seconds)
 
     def draw_factors(self, iteration: int, workers: int, tensors: int) -> tuple[np.ndarray, np.ndarray]:
         """Factors on the times of an iteration: of each worker [workers], and of each of its gradients [workers, L]."""

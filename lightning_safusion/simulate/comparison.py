@@ -48,7 +48,6 @@ class PlanRow:
     collectives: int
     waited_s: float
     speedup: float
-    comparable: bool = True
     counted: bool = True
 
 
@@ -65,13 +64,13 @@ def plan_table(job: Job, systems: Sequence[str] = COMPARED) -> list[PlanRow]:
     names = [simulated_row(name).name for name in systems]
     results = {name: run_system(name, job) for name in dict.fromkeys([BASELINE, *names])}
     baseline = results[BASELINE].seconds
-    rows, counted = [], job.cluster.host is not None
+    rows, counted = [], job.cluster.device.processors
     for name in names:
         run = results[name]
         sent = (run.nbytes, run.node_bytes, run.collectives, run.waited)
-        known = run.comparable, counted or is_counted(name)
+        known = counted or is_counted(name)
         rows.append(
-            PlanRow(name, run.seconds, run.exposed, run.select, run.device, *sent, baseline / run.seconds, *known)
+            PlanRow(name, run.seconds, run.exposed, run.select, run.device, *sent, baseline / run.seconds, known)
         )
     return rows
 
@@ -83,7 +82,7 @@ def _sparse(rows: Sequence[PlanRow]) -> list[PlanRow]:
 
 def best_sparse(rows: Sequence[PlanRow]) -> PlanRow | None:
     """The fastest sparse row that loses no gradients, if it is worth the change from DDP in bf16."""
-    able = [row for row in _sparse(rows) if row.comparable and simulated_row(row.system).conserves]
+    able = [row for row in _sparse(rows) if simulated_row(row.system).conserves]
     best = min(able, key=lambda row: row.iteration_s, default=None)
     return best if best is not None and best.speedup > 1 + _WORTH else None
 
@@ -153,7 +152,7 @@ def recommend(rows: Sequence[PlanRow], density: float, optimizer: str, workers: 
     others = [
         faster_row(each.system, f"{each.iteration_s * 1e3:.1f} ms")
         for each in rows
-        if each.comparable and each.iteration_s * (1 + _WORTH) < best.iteration_s
+        if each.iteration_s * (1 + _WORTH) < best.iteration_s
     ]
     return [verdict, accuracy, *others], "\n".join(lines) + "\n"
 

@@ -20,8 +20,8 @@ _VERSION = 1
 class Device:
     """The speeds by which counted work becomes seconds.
 
-    The file of :meth:`save` is a JSON object of ``"format"``, ``"version"`` and the fields below but for ``selection``,
-    ``decode`` and ``cpu``; those that have a default may be missing.
+    The file of :meth:`save` is a JSON object of ``"format"``, ``"version"`` and the fields below up to ``source``;
+    those that have a default may be missing.
 
     Args:
         name: As its driver calls it.
@@ -34,6 +34,8 @@ class Device:
         source: Where the numbers are from, in words.
         selection: Time of one selection, packing included, in place of what the counted work says: published times.
         decode: Seconds per entry that is added up after an exchange, in place of what the counted work says.
+        published: These two are published times: decoding is part of an exchange. Else they were measured on
+            processors, which decode when the backward pass has ended.
         cpu: One selection on the host.
 
     Raises:
@@ -49,6 +51,7 @@ class Device:
     source: str = ""
     selection: SelectionCost | None = None
     decode: float | None = None
+    published: bool = False
     cpu: SelectionCost = SelectionCost(100e-6, 1.0e-9)
 
     def __post_init__(self) -> None:
@@ -72,6 +75,11 @@ class Device:
         return total
 
     @property
+    def processors(self) -> bool:
+        """Whether the work is done on processors, and measured there."""
+        return self.decode is not None and not self.published
+
+    @property
     def described(self) -> str:
         """The speeds in words."""
         speeds = f"{self.memory / 1e12:.2f} TB/s, {self.launch * 1e6:.1f} us per launch"
@@ -81,7 +89,7 @@ class Device:
     def save(self, path: str | Path) -> None:
         """Writes it as JSON."""
         content = asdict(self)
-        for other in ("selection", "decode", "cpu"):
+        for other in ("selection", "decode", "published", "cpu"):
             del content[other]
         Path(path).write_text(json.dumps({"format": _FORMAT, "version": _VERSION, **content}, indent=1))
 

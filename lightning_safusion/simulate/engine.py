@@ -18,7 +18,6 @@ import numpy as np
 
 from lightning_safusion.fusion.plans.ticking import fuse_ready
 from lightning_safusion.simulate.cluster import Cluster, CollectiveCost, lognormal
-from lightning_safusion.simulate.host import HostRun
 from lightning_safusion.simulate.schedule import Iteration, Message, Schedule, Stream, Timer
 from lightning_safusion.simulate.trace import Trace
 
@@ -26,8 +25,6 @@ from lightning_safusion.simulate.trace import Trace
 def simulate(trace: Trace, cluster: Cluster, schedule: Schedule, iteration: int = 0) -> Iteration:
     """Runs one iteration in the steady state; another number of the iteration draws other jitter."""
     launch = schedule.launch
-    if cluster.host is not None and not isinstance(launch, Timer | Stream):
-        return HostRun(trace, cluster, cluster.host, schedule, iteration).result()
     run = _Run(trace, cluster, schedule, iteration)
     if isinstance(launch, Timer):
         run.timer(launch)
@@ -35,8 +32,7 @@ def simulate(trace: Trace, cluster: Cluster, schedule: Schedule, iteration: int 
         run.stream(launch)
     else:
         run.planned(schedule.messages)
-    # the host's work is counted only where all messages are known before: this prediction is too short beside those
-    return replace(run.result(), comparable=cluster.host is None)
+    return run.result()
 
 
 def mean_iteration(trace: Trace, cluster: Cluster, schedule: Schedule, iterations: int = 20) -> Iteration:
@@ -111,7 +107,7 @@ class _Run:
 
     def _compute(self, place: int) -> None:
         """Backward and selection of one tensor; afterwards ``ready`` holds when it can be sent."""
-        if self.cluster.host is None:
+        if not self.cluster.device.processors:
             self._decode_arrived()
         self.clock = self.clock + self.backward[:, place]
         if self.host_select[place] > 0:

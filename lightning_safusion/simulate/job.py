@@ -149,16 +149,13 @@ class Job:
             dense: Whether buffers may take the all-reduce, in fp32.
         """
         selects = np.zeros(len(self.numels))
-        host, decode, per_buffer = self.cluster.host, self.decode_cost, 0.0
+        decode, per_buffer = self.decode_cost, 0.0
         if sparse:
             share = self.select_cost.per_element * self.numels
             selects = np.where(self.dense, 0.0, share) if self.segmented else self.selects
         if sparse and not self.decodes_on_link:
             selects = selects + decode.per_byte * self.sparse_bytes
             per_buffer = (self.select_cost.fixed if self.segmented else 0.0) + decode.fixed
-        if sparse and host is not None:
-            selects = selects + host.ahead.per_tensor + host.decode.per_tensor
-            per_buffer += host.decode.fixed
         gather = line(lambda nbytes: self.cluster.allgather(nbytes).seconds)
         reduce = line(lambda nbytes: self.cluster.allreduce(nbytes).seconds)
         return GroupCosts(
@@ -186,7 +183,7 @@ class Job:
             if group.collective == "allreduce":
                 messages.append(self.dense_message(places))
                 continue
-            messages.append(self.sparse_message(places, select=at_once, behind=behind))
+            messages.append(self.sparse_message(places, select=at_once))
             if not at_once:
                 selects[group.start : group.stop] = self.selects[group.start : group.stop]
         return Schedule(messages, selects.tolist())
@@ -195,19 +192,16 @@ class Job:
         """An all-reduce of dense tensors with ``width`` bytes per element."""
         return Message(places, self.cluster.allreduce(float(self.numels[list(places)].sum()) * width))
 
-    def sparse_message(self, places: Sequence[int], *, select: bool, behind: bool = False) -> Message:
+    def sparse_message(self, places: Sequence[int], *, select: bool) -> Message:
         """An all-gather of entries of tensors; ``select``: selection runs when its last gradient is ready."""
-        nbytes, host = float(self.sparse_bytes[list(places)].sum()), self.cluster.host
-        seconds, cost = self.select_seconds(places, behind) if select else 0.0, self.cluster.allgather(nbytes)
-        if host is not None:
-            decode = host.decode(len(places), self.cluster.workers * nbytes / self.entry_bytes)
-            return Message(places, cost, seconds, decode)
+        cost = self.cluster.allgather(float(self.sparse_bytes[list(places)].sum()))
+        seconds = self.select_seconds(places) if select else 0.0
         return self.decoded(places, cost, self.span_of(places), self.cluster.workers, seconds)
 
     @property
     def decodes_on_link(self) -> bool:
         """Whether decoding is part of an exchange, as in published times."""
-        return self.cluster.device.decode is not None and self.cluster.host is None
+        return self.cluster.device.published
 
     def decoded(
         self,
@@ -227,11 +221,9 @@ class Job:
         commit = self.cluster.device.seconds(self.path.commitment(span)) if counted else 0.0
         return Message(places, cost, select, decode, commit)
 
-    def select_seconds(self, places: Sequence[int], behind: bool = False) -> float:
-        """One selection over several tensors, before fusion or after it; dense ones need none."""
-        span, host, device = self.span_of(places), self.cluster.host, self.cluster.device
-        if host is not None:
-            return (host.behind if behind else host.ahead)(len(places), span.elements)
+    def select_seconds(self, places: Sequence[int]) -> float:
+        """One selection over several tensors; dense ones need none."""
+        span, device = self.span_of(places), self.cluster.device
         if device.selection is not None:
             return float(device.selection(span.elements))
         return device.seconds(self.path.selection(span))

@@ -125,9 +125,9 @@ def run_plan(
     console.print(_plan_table(rows, job, f"{origin} at {bandwidth}"))
     console.print(literal(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements."))
     if costs is not None:
-        each = "" if costs.host is None else " Each worker counts as a node: these are costs between two workers."
+        each = "" if costs.select is None else " Each worker counts as a node: these are costs between two workers."
         console.print(literal(f"Costs: {costs.source}.{each}"))
-    if costs is None or costs.host is None:
+    if costs is None or costs.select is None:
         console.print(literal(f"Device: {cluster.device.described}; its work is counted.{_guessed(device, costs)}"))
     sentences, settings = recommend(rows, density, optimizer, cluster.workers)
     if costs is None and settings:
@@ -217,16 +217,11 @@ def _plan_table(rows: Sequence[PlanRow], job: Job, hardware: str) -> Table:
         "device: ms that selecting, packing and decoding take of a worker, ~ as an order of magnitude; MB that a "
         "worker and a node receive; collectives started; over bf16: times as fast as DDP in bf16"
     )
-    if not all(row.comparable for row in rows):
-        caption += (
-            "; †: predicted without the work on the processors that the calibration has measured, so too fast beside "
-            "the others, and never recommended"
-        )
     headings = ("ms", "exposed", "device", "MB", "node\nMB", "calls", "over\nbf16")
     table = plain_table(literal(title, "table.title"), caption, "system", headings)
     for row in sorted(rows, key=lambda row: row.iteration_s):
         table.add_row(
-            RowName(row.system, "† " * (not row.comparable)),
+            RowName(row.system),
             *(f"{seconds * 1e3:.1f}" for seconds in (row.iteration_s, row.exposed_s)),
             "~" * (not row.counted) + f"{row.device_s * 1e3:.1f}",
             *(f"{nbytes / 1e6:.1f}" for nbytes in (row.bytes_received, row.node_bytes)),

@@ -119,8 +119,6 @@ class Iteration:
         collectives: Collectives.
         waited: Seconds that the mean worker waits for the slowest one before collectives can begin, summed over them.
         first_busy: Place of the first tensor after the last moment at which the link waited for a gradient.
-        comparable: Whether the processors' work is counted where the cluster knows its cost. It is not where buffers
-            leave at ticks or fill at each worker's own pace: those predictions are too short.
     """
 
     seconds: float
@@ -132,7 +130,6 @@ class Iteration:
     collectives: int
     waited: float
     first_busy: int = 0
-    comparable: bool = True
 
     @property
     def exposed(self) -> float:

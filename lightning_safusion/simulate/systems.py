@@ -81,7 +81,7 @@ def build_schedule(name: str, job: Job) -> Schedule:
         return replace(_HOOKS[row.parts.system.ddp_hook](job), engine=False)
     job = _of_row(row, job)
     schedule = _engine_schedule(row.parts.settings, job)
-    counted = row.sparse and job.cluster.host is None and job.cluster.device.selection is None
+    counted = row.sparse and job.cluster.device.selection is None
     return replace(schedule, end=job.cluster.device.seconds(job.path.end())) if counted else schedule
 
 
@@ -137,7 +137,7 @@ def _path_of(settings: EngineSettings, job: Job, codec: Codec) -> Path:
 
 def _collective_of(settings: EngineSettings, job: Job) -> Collective:
     """What carries the buffers of so many workers, as the strategy chooses it."""
-    if job.cluster.host is not None:
+    if job.cluster.device.processors:
         return settings.collective_over(job.cluster.workers)
     gather = line(lambda message: job.cluster.allgather(message).seconds)
     return settings.collective_over(job.cluster.workers, gather, float(job.sparse_bytes.sum()))
@@ -212,7 +212,7 @@ def _cupcake(job: Job) -> Schedule:
 def _one_buffer(job: Job, cost: CollectiveCost, messages: int, extra: float = 0.0) -> Schedule:
     """All tensors in one message; selection runs when backward has ended."""
     places = range(len(job.numels))
-    select = job.select_seconds(places, behind=True)
+    select = job.select_seconds(places)
     return Schedule([job.decoded(places, cost, job.span_of(places), messages, select, extra)])
 
 

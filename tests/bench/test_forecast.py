@@ -9,9 +9,9 @@ import pytest
 from lightning_safusion.bench.forecast import Recorded, simulated_as, turning_point
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.simulate.trace import resolve_trace
-from tests.simulate.test_calibration import COSTS
+from tests.simulate.test_calibration import ON_DEVICES
 
-RECORDED = Recorded(resolve_trace("lstm"), replace(COSTS, host=None, device="a100"))
+RECORDED = Recorded(resolve_trace("lstm"), replace(ON_DEVICES, device="a100"))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_safusion.bench.measure import FLOOR, Block
-from lightning_safusion.bench.results import summarize
+from lightning_safusion.bench.floor import FLOOR
+from lightning_safusion.bench.results import Block, summarize
 
 REPORT: dict[str, Any] = {
     "plan": [3, 2],

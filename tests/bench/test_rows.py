@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_safusion.bench.measure import Rhythm, Task
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.fusion.plans.policy import Aligned
 from lightning_safusion.sparsify import ResidualMemory
@@ -20,7 +19,7 @@ def test_a_strategy_gets_the_options_of_its_row() -> None:
     assert strategy.dense_rules[:2] == (["*.bias", "head.*"], 7)
     assert parse_row("ssfusion[offload=false]").strategy(0.02).settings.offload is False
     assert parse_row("ssfusion").strategy(0.02).settings.density(0, 0) == 0.02
-    assert Task(density=0.5).strategy("wfbp[density=0.1]").settings.density(0, 0) == 0.1
+    assert parse_row("wfbp[density=0.1]").strategy(0.5).settings.density(0, 0) == 0.1
 
 
 @pytest.mark.parametrize(
@@ -57,8 +56,3 @@ def test_parts_of_a_row_have_options() -> None:
     assert fusion.tensors_per_buffer == 3
     with pytest.raises(ValueError, match="unknown option 'deca'.*Did you mean 'decay'"):
         parse_row("saf-pooled[memory=residual[deca=0.9]]")
-
-
-def test_hooks_of_ddp_need_little_warmup_with_or_without_options() -> None:
-    assert Rhythm(warmup=30).warmup_of("powersgd-rank4[lr=0.1]") == 12
-    assert Rhythm(warmup=30).warmup_of("saf-pooled[wire=q4]") == 30

@@ -204,7 +204,7 @@ def recorded(host: Any = None, megabytes: float = 40.0) -> Recorded:
     """A job of 60 ms on two workers, with collectives of 1 Gbit/s."""
     tensors = tuple(TraceTensor(f"t{i}", (int(megabytes * 1e6 / 40), 1), 4e-3, 1e-3) for i in range(10))
     line = LinearCost(1e-4, 8e-9)
-    times = CollectiveTimes(tuple(CollectiveSample(n, line(n), line.per_byte * n, 0.0, 0.0) for n in (1000, 10**7)))
+    times = CollectiveTimes(tuple(CollectiveSample(n, line(n)) for n in (1000, 10**7)))
     costs = Calibration(2, times, times, 6.0, host, nodes=2, per_node=1)
     return Recorded(Trace("job", tensors, 1e-2), costs)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_safusion.bench.links import Namespace, linked_namespaces
+from lab.bench.links import Namespace, linked_namespaces
 from tests.e2e.processes import environment, need, started
 from tests.e2e.training import LIMIT, STEPS, assert_same, assert_sparse, command, continued_at
 

@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 
-from lightning_safusion.bench.links import Namespace, linked_namespaces
+from lab.bench.links import Namespace, linked_namespaces
 from tests.e2e.noct import BLOCK, is_on
 from tests.e2e.processes import ROOT, environment, need, started
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_safusion.bench.links import Namespace, linked_namespaces
+from lab.bench.links import Namespace, linked_namespaces
 from lightning_safusion.bench.own import ALWAYS, ROWS
 from tests.e2e.processes import environment, need, started
 

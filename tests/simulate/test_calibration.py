@@ -1,4 +1,4 @@
-"""Fitted costs: as a file, as a cluster, and in the planner."""
+"""Measured costs: as a file, as a cluster, and in the planner."""
 
 from __future__ import annotations
 
@@ -11,50 +11,38 @@ from typing import Any
 import pytest
 
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes, Host, StageCost
+from lightning_safusion.fusion.plans.costs import SelectionCost
+from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
 from lightning_safusion.simulate.cluster import Cluster
-from lightning_safusion.simulate.comparison import best_sparse, plan_table
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job
 from lightning_safusion.simulate.report import run_plan
 from lightning_safusion.simulate.schedule import Message, Schedule
 from lightning_safusion.simulate.systems import run_system
-from lightning_safusion.simulate.trace import Trace, TraceTensor, resolve_trace
+from lightning_safusion.simulate.trace import Trace, TraceTensor
 
 
-def straight(line: LinearCost, queued: float = 1.0, processor: float = 0.0) -> CollectiveTimes:
-    """Samples of a line; ``queued``: share that does not hide in a queue."""
-    seconds = [(size, line(size)) for size in (100, 10_000)]
-    return CollectiveTimes(tuple(CollectiveSample(n, s, queued * s, processor, processor / 2) for n, s in seconds))
+def straight(line: LinearCost) -> CollectiveTimes:
+    """Samples of a line."""
+    return CollectiveTimes(tuple(CollectiveSample(size, line(size)) for size in (100, 10_000)))
 
 
-HOST = Host(
-    cores=100.0,
-    ahead=StageCost(3e-3, 0.0, 3e-8),
-    behind=StageCost(1e-3, 0.0, 1e-8),
-    decode=StageCost(2e-3, 0.0, 1e-7),
-)
 COSTS = Calibration(
     workers=4,
     allgather=straight(LinearCost(3e-3, 3e-6)),
     allreduce=straight(LinearCost(4e-3, 2e-6)),
     entry_bytes=6.0,
-    host=HOST,
+    select=SelectionCost(5e-3, 3e-8),
+    decode=1e-7,
     source="made up",
 )
+#: The costs of accelerators.
+ON_DEVICES = replace(COSTS, select=None, decode=None)
 TRACE = Trace("job", tuple(TraceTensor(f"t{i}", (1000, 10), 0.01) for i in range(3)), 0.005, "made up")
 
 
 def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
-    full = replace(
-        COSTS,
-        allgather=straight(LinearCost(3e-3, 3e-6), 0.5, 1e-3),
-        host=replace(HOST, cores=0.5, forward=0.1, asleep=0.8, hook=1e-4, drain=LinearCost(1e-3, 2e-4)),
-        jitter=0.03,
-        nodes=2,
-        per_node=2,
-        device="h100",
-    )
+    full = replace(COSTS, jitter=0.03, nodes=2, per_node=2, device="h100")
     full.save(tmp_path / "costs.json")
     assert Calibration.load(tmp_path / "costs.json") == full
     (tmp_path / "other.json").write_text('{"format": "x", "version": 1}')
@@ -67,27 +55,42 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
 def test_a_file_of_an_older_version_is_refused_with_the_way_out(tmp_path: Path) -> None:
     old = {"format": "lightning-safusion-calibration", "version": 1, "workers": 2, "allgather": {"fixed": 1e-3}}
     (tmp_path / "old.json").write_text(json.dumps(old))
-    with pytest.raises(ValueError, match="version 1.*version 2.*safusion bench --calibrate true"):
+    with pytest.raises(ValueError, match="version 1.*version 3.*safusion bench --calibrate true"):
         Calibration.load(tmp_path / "old.json")
 
 
+def test_a_file_with_the_costs_of_shared_processors_keeps_what_is_still_simulated(tmp_path: Path) -> None:
+    COSTS.save(tmp_path / "costs.json")
+    content = json.loads((tmp_path / "costs.json").read_text()) | {"version": 2}
+    del content["select"], content["decode"]
+    for name in ("allgather", "allreduce"):
+        for sample in content[name]["samples"]:
+            sample |= {"alone": sample.pop("seconds"), "queued": 0.0, "processor": 0.0, "processor_queued": 0.0}
+    ahead = {"fixed": 3e-3, "per_tensor": 0.0, "per_element": 3e-8}
+    decode = {"fixed": 2e-3, "per_tensor": 0.0, "per_element": 1e-7}
+    for host, expected in (
+        ({"cores": 1.0, "ahead": ahead, "behind": ahead, "decode": decode}, COSTS),
+        (None, ON_DEVICES),
+    ):
+        (tmp_path / "old.json").write_text(json.dumps(content | {"host": host}))
+        assert Calibration.load(tmp_path / "old.json") == expected
+
+
 def test_between_measured_sizes_lies_a_straight_line() -> None:
-    first, last = CollectiveSample(100, 1.0, 0.5, 0.2, 0.1), CollectiveSample(300, 3.0, 2.5, 0.6, 0.3)
-    times = CollectiveTimes((first, last))
-    middle = times.at(200)
-    assert (middle.alone, middle.queued, middle.processor) == pytest.approx((2.0, 1.5, 0.4))
+    times = CollectiveTimes((CollectiveSample(100, 1.0), CollectiveSample(300, 3.0)))
+    assert times.at(200).seconds == pytest.approx(2.0)
     # below the smallest size as for that one, above the largest along the last line
-    assert times.at(10).alone == 1.0
-    assert times.at(500).alone == pytest.approx(5.0)
+    assert times.at(10).seconds == 1.0
+    assert times.at(500).seconds == pytest.approx(5.0)
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="two workers or more"):
         replace(COSTS, workers=1)
-    with pytest.raises(ValueError, match="cost of ahead"):
-        replace(COSTS, host=replace(HOST, ahead=StageCost(-1.0)))
-    with pytest.raises(ValueError, match="cost of hook"):
-        replace(COSTS, host=replace(HOST, hook=math.nan))
+    with pytest.raises(ValueError, match="cost of select"):
+        replace(COSTS, select=SelectionCost(-1.0, 0.0))
+    with pytest.raises(ValueError, match="cost of decode"):
+        replace(COSTS, decode=math.nan)
     with pytest.raises(ValueError, match="entry_bytes=0"):
         replace(COSTS, entry_bytes=0)
     wrong: list[dict[str, Any]] = [{"nodes": 2}, {"per_node": 4}, {"nodes": 2, "per_node": 4}]
@@ -106,12 +109,13 @@ def test_the_same_group_takes_measured_times_and_another_one_those_of_the_link()
     assert other.allgather(1000).seconds == pytest.approx(2e-3 + 3 * 0.5e-3 + 7 * 1000 * 1e-6)
 
 
-def test_decoding_on_the_host_waits_for_the_end_of_backward() -> None:
-    messages = [Message([place], Cluster.calibrated(COSTS, 4).allgather(100), decode=0.01) for place in range(3)]
+def test_decoding_on_processors_waits_for_the_end_of_backward() -> None:
+    cluster = Cluster.calibrated(COSTS, 4)
+    messages = [Message([place], cluster.allgather(100), decode=0.01) for place in range(3)]
     schedule = Schedule(messages, engine=False)
     exchange = messages[0].cost.seconds
     # backward ends at 30 ms, and with it the exchange of the last gradient begins; the others are decoded meanwhile
-    last = simulate(TRACE, Cluster(4, host=Host(cores=1)), schedule)
+    last = simulate(TRACE, cluster, schedule)
     assert last.seconds == pytest.approx(0.03 + max(2 * 0.01, exchange) + 0.01 + 0.005)
     # a device decodes as soon as it can, and goes on with backward afterwards
     beside = simulate(TRACE, Cluster(4), schedule)
@@ -133,7 +137,7 @@ def test_the_planner_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     shown = " ".join(capsys.readouterr().out.split())
     assert "Costs: made up." in shown
     # one buffer of 30 000 elements, of which 300 are sent by each of four workers
-    expected = 0.03 + (1e-3 + 3e-4) + (3e-3 + 1800 * 3e-6) + (2e-3 + 1200 * 1e-7) + 0.005
+    expected = 0.03 + (5e-3 + 9e-4) + (3e-3 + 1800 * 3e-6) + 1200 * 1e-7 + 0.005
     job = Job(TRACE, Cluster.calibrated(COSTS, 4), 0.01, COSTS.entry_bytes)
     assert run_system("syncea", job).seconds == pytest.approx(expected)
     assert f"{expected * 1e3:.1f}" in shown
@@ -157,7 +161,7 @@ def test_the_hardware_is_that_of_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    replace(COSTS, host=None, nodes=2, per_node=2, device="h100").save("costs.json")
+    replace(ON_DEVICES, nodes=2, per_node=2, device="h100").save("costs.json")
     run_plan("lstm", calibration="costs.json", systems="ddp,saf-pooled", **options)
     printed = " ".join(capsys.readouterr().out.split())
     assert title in printed
@@ -177,7 +181,7 @@ def test_files_that_do_not_say_on_how_many_nodes_they_were_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = tmp_path / "old.json"
-    replace(COSTS, host=None).save(old)
+    ON_DEVICES.save(old)
     content = json.loads(old.read_text())
     for name in ("nodes", "per_node", "device"):
         del content[name]
@@ -190,34 +194,20 @@ def test_files_that_do_not_say_on_how_many_nodes_they_were_made(
     printed = " ".join(capsys.readouterr().out.split())
     assert "2 x 2 workers at" in printed
     assert "The calibration names none that is known: give --device." in printed
-    content["host"] = json.loads(json.dumps(asdict(COSTS)))["host"]  # on processors each worker counts as a node
+    content |= {
+        name: asdict(COSTS)[name] for name in ("select", "decode")
+    }  # on processors each worker counts as a node
     old.write_text(json.dumps(content))
     run_plan("lstm", calibration=str(old), systems="ddp,saf-pooled")
     assert "4 x 1 workers" in " ".join(capsys.readouterr().out.split())
 
 
-def test_systems_whose_processors_are_not_counted_are_marked_and_never_recommended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = ["horovod", "saf-naive", "horovod-dense", "syncea", "easgd", "ddp-bf16"]
-    trace = resolve_trace("lstm")
-    rows = plan_table(Job(trace, Cluster.calibrated(COSTS, 4)), names)
-    assert [row.comparable for row in rows] == [False, False, False, True, True, True]
-    assert all(row.comparable for row in plan_table(Job(trace, Cluster(4)), names))
-    quickest = [replace(row, iteration_s=1e-9, speedup=1e9) if row.system == "horovod" else row for row in rows]
-    assert (best_sparse(quickest) or rows[-1]).system != "horovod"
-    COSTS.save(tmp_path / "costs.json")
-    run_plan("lstm", 4, 1, calibration=str(tmp_path / "costs.json"), systems=names)
-    printed = " ".join(capsys.readouterr().out.split())
-    assert printed.count("†") == 4  # three rows, and what it means
-
-
-def test_costs_of_devices_have_no_host(tmp_path: Path) -> None:
-    costs = replace(COSTS, host=None)
-    costs.save(tmp_path / "costs.json")
-    assert Calibration.load(tmp_path / "costs.json") == costs
-    cluster = Cluster.calibrated(costs, 2, 2)
-    assert cluster.host is None
+def test_costs_of_devices_leave_the_work_to_be_counted(tmp_path: Path) -> None:
+    ON_DEVICES.save(tmp_path / "costs.json")
+    assert Calibration.load(tmp_path / "costs.json") == ON_DEVICES
+    cluster = Cluster.calibrated(ON_DEVICES, 2, 2)
     assert cluster.device == Cluster(2, 2).device
-    assert cluster.allgather(100).seconds == COSTS.allgather.at(100).alone
-    assert Cluster.calibrated(costs, 4, 2).measured == {}
+    assert not cluster.device.processors
+    assert cluster.allgather(100).seconds == COSTS.allgather.at(100).seconds
+    assert Cluster.calibrated(ON_DEVICES, 4, 2).measured == {}
+    assert Cluster.calibrated(COSTS, 4).device.processors

@@ -129,7 +129,7 @@ def test_density_decides_how_much_is_sent() -> None:
 
 
 def test_a_sweep_over_links_takes_no_measured_times() -> None:
-    samples = tuple(CollectiveSample(size, 1.0, 1.0, 0.0, 0.0) for size in (100, 10_000))
+    samples = tuple(CollectiveSample(size, 1.0) for size in (100, 10_000))
     times = CollectiveTimes(samples)
     measured = Job(LSTM, Cluster(8, 1, LINKS["1gbit"], measured={"allgather": times, "allreduce": times}))
     assert plan_table(measured, ["syncea"])[0].iteration_s > 1.0

@@ -17,10 +17,10 @@ from lab.accuracy.reached import RowTimes, seconds, summarize
 from lab.accuracy.report import Setting, build_table
 from lab.accuracy.study import Comparison, time_to_accuracy
 from lab.accuracy.training import Curve, Training, make_averager, train_curve
+from lab.bench.measure import Rhythm
 from lab.tasks import TASKS
 from lab.virtual.training import VirtualTraining
 from lab.virtual.workers import Engines
-from lightning_safusion.bench.measure import Rhythm
 from tests.process_group import run_alone
 from tests.quick import quick_of
 

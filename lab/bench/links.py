@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from lightning_safusion.bench.team import Place
+
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # A bucket passes its burst at full speed after every pause: as little as tc needs for the rate, or small messages would
 # cost nothing.
@@ -130,6 +132,16 @@ def linked_namespaces(count: int, rate: str = "1gbit") -> Iterator[list[Namespac
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
+@contextmanager
+def machines(workers: int, rate: str | None) -> Iterator[Place]:
+    """Workers with a link of that rate each; None: on the loopback. Errors as in :func:`linked_namespaces`."""
+    if rate is None:
+        yield Place(workers)
+    else:
+        with linked_namespaces(workers, rate) as made:
+            yield Place(workers, tuple(made))
+
+
 def sent_bytes(device: str = "eth0") -> int | None:
     """Bytes that a device of this process's network has sent, headers included; None if there is no such device."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
@@ -146,6 +158,6 @@ def _find_program(program: str) -> str | None:
 
 def _run(program: str, *arguments: str, check: bool = True) -> None:
     command = [_find_program(program) or program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)  # noqa: S603 (no shell; names of ours)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     if check and done.returncode != 0:
         raise RuntimeError(f"{program} {' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip()}")

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from lightning_safusion.simulate.host import SharedCores, fair_shares
+from lab.clock.cores import SharedCores, fair_shares
 
 # So short that threads that compute share all cores nearly evenly.
 SLICE = 1e-3

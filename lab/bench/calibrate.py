@@ -11,13 +11,13 @@ from statistics import median
 import numpy as np
 from scipy.optimize import isotonic_regression, nnls
 
-from lightning_safusion.bench.measure import Rhythm, Run
-from lightning_safusion.bench.recorders import EngineStep, FloorRecord, FloorStep
+from lab.bench.measure import Rhythm, Run
+from lab.bench.recorders import EngineStep, FloorRecord, FloorStep
+from lab.clock.cores import mean_iteration
+from lab.clock.costs import Host, HostCluster, HostCosts, QueuedSample, QueuedTimes, StageCost, planned_costs
 from lightning_safusion.callbacks.trace_recorder import StepTimes, build_trace
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes, Host, StageCost
-from lightning_safusion.simulate.cluster import Cluster
-from lightning_safusion.simulate.engine import mean_iteration
+from lightning_safusion.simulate.calibration import Calibration
 from lightning_safusion.simulate.schedule import Schedule
 from lightning_safusion.simulate.trace import Trace
 
@@ -25,8 +25,8 @@ _HALVINGS = 7  # of the interval in which the share of sleep is sought
 _NORMAL_IQR = 1.349  # interquartile range of Gaussian noise over its standard deviation
 
 
-def fit_run(run: Run, rhythm: Rhythm, on_machine: int | None = None) -> tuple[Trace, Calibration]:
-    """The trace and the costs of a run that has recorded them.
+def fit_run(run: Run, rhythm: Rhythm) -> tuple[Trace, HostCosts]:
+    """The trace and the costs of a run that has recorded them: workers stand for machines, and share the cores of one.
 
     Left out are the first block, in which connections are opened and orders learnt, and the first step of every other
     one, which meets the caches and the network as another team left them.
@@ -34,7 +34,6 @@ def fit_run(run: Run, rhythm: Rhythm, on_machine: int | None = None) -> tuple[Tr
     Args:
         run: The run.
         rhythm: Of its steps.
-        on_machine: Workers of each machine; by default all stand for machines, and share the cores of this one.
 
     Raises:
         RuntimeError: If no buffer was sparse.
@@ -49,22 +48,20 @@ def fit_run(run: Run, rhythm: Rhythm, on_machine: int | None = None) -> tuple[Tr
         f"recorded on {len(idle)} workers (gloo, cpu): medians of {len(idle[0])} steps without any exchange, "
         f"costs of the engine in {len(ahead) // len(idle)} steps, collectives timed alone and in queues"
     )
-    costs = _fit_costs(idle, ahead, behind, run.ahead[0].collectives, on_machine, source)
+    costs = _fit_costs(idle, ahead, behind, run.ahead[0].collectives, source)
     trace = _fit_trace(run.floor[0], [step for steps in idle for step in steps], source)
-    if costs.host is None:
-        return trace, costs
-    return trace, replace(costs, host=replace(costs.host, asleep=_asleep(trace, costs, costs.host)))
+    return trace, replace(costs, host=replace(costs.host, asleep=_asleep(trace, costs)))
 
 
-def _asleep(trace: Trace, costs: Calibration, host: Host) -> float:
+def _asleep(trace: Trace, costs: HostCosts) -> float:
     """Share of the time without a core that the job sleeps: with it the simulated step without exchange is the
     recorded one, in which workers have waited for each other's cores."""
     schedule = Schedule([], engine=False)
-    cluster = Cluster.calibrated(costs, costs.workers)
+    cluster = HostCluster.of(costs, costs.calibration.workers)
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        at = replace(cluster, host=replace(host, asleep=middle))
+        at = replace(cluster, host=replace(costs.host, asleep=middle))
         if mean_iteration(trace, at, schedule).seconds < trace.seconds:
             low = middle
         else:
@@ -89,10 +86,9 @@ def _fit_costs(
     idle: Sequence[Sequence[FloorStep]],
     ahead: Sequence[EngineStep],
     behind: Sequence[EngineStep],
-    collectives: Mapping[str, CollectiveTimes],
-    on_machine: int | None,
+    collectives: Mapping[str, QueuedTimes],
     source: str,
-) -> Calibration:
+) -> HostCosts:
     """What the engine and its collectives cost, from steps without any exchange of each rank, and from steps with
     selection before and after fusion of all ranks. All were made in the same minutes."""
     ahead, behind = ([step for step in steps if step.buffers] for steps in (ahead, behind))
@@ -113,7 +109,7 @@ def _fit_costs(
         drains.append((len(step.buffers), step.drain + step.rest - decode - last - idle_rest))
     hook_fixed, hook_buffer = _fit(hooks)
     host = Host(
-        float(os.cpu_count() or 1) / (on_machine or workers),
+        float(os.cpu_count() or 1) / workers,
         forward,
         backward,
         rest,
@@ -123,35 +119,36 @@ def _fit_costs(
         decode=_fit_stage([[(b.tensors, workers * b.entries, b.decode) for b in s.buffers] for s in both]),
         drain=LinearCost(*_fit(drains)),
     )
-    return Calibration(
+    calibration = Calibration(
         workers,
         _in_job(_rising(collectives["allgather"]), both),
         _rising(collectives["allreduce"]),
         sum(buffer.nbytes for buffer in buffers) / sum(buffer.entries for buffer in buffers),
-        host,
-        _jitter([each.sum(axis=1)[:, 0] for each in parts]),
-        source,
-        nodes=workers // (on_machine or 1),
-        per_node=on_machine or 1,
+        **planned_costs(host),
+        jitter=_jitter([each.sum(axis=1)[:, 0] for each in parts]),
+        source=source,
+        nodes=workers,
+        per_node=1,
     )
+    return HostCosts(calibration, host)
 
 
-def _in_job(times: CollectiveTimes, steps: Sequence[EngineStep]) -> CollectiveTimes:
+def _in_job(times: QueuedTimes, steps: Sequence[EngineStep]) -> QueuedTimes:
     """The times with the processor time that the collectives of the steps have taken, rather than those timed alone:
     waking up costs less where threads and caches are warm."""
     timed = [sum(times.at(buffer.nbytes).processor_queued for buffer in step.buffers) for step in steps]
     scale = median(max(0.0, step.others) / alone for step, alone in zip(steps, timed, strict=True) if alone > 0)
     seconds = [scale * sample.processor_queued for sample in times.samples]
     rows = zip(times.samples, seconds, strict=True)
-    return CollectiveTimes(tuple(replace(s, processor=each, processor_queued=each) for s, each in rows))
+    return QueuedTimes(tuple(replace(s, processor=each, processor_queued=each) for s, each in rows))
 
 
-def _rising(times: CollectiveTimes) -> CollectiveTimes:
+def _rising(times: QueuedTimes) -> QueuedTimes:
     """The times in which more bytes never take less, closest in squares."""
     rows = np.array([astuple(sample) for sample in times.samples], np.float64)
     columns = [isotonic_regression(column).x for column in rows.T[1:]]
-    return CollectiveTimes(
-        tuple(CollectiveSample(int(nbytes), *values) for nbytes, *values in zip(rows[:, 0], *columns, strict=True))
+    return QueuedTimes(
+        tuple(QueuedSample(int(nbytes), *values) for nbytes, *values in zip(rows[:, 0], *columns, strict=True))
     )
 
 

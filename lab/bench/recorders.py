@@ -6,7 +6,8 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,51 +15,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_safusion.bench.collectives import time_collectives
+from lab.bench.collectives import time_collectives
+from lab.clock.costs import QueuedTimes
 from lightning_safusion.comm.transport.torch_backend import default_transport
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import BufferEvents, Clock, WindowEvents
 from lightning_safusion.fusion.layout import Layout, specs_from_parameters
 from lightning_safusion.fusion.plans.pricing import GroupPricer
-from lightning_safusion.simulate.calibration import CollectiveTimes
 from lightning_safusion.strategy import SAFusionStrategy
 
 # Tensors in a buffer, in turns, which separates the costs of a buffer, of its elements and of a step. From one to all
 # (the largest number), since some systems have as many buffers as tensors and others have one.
 _TOUR = (8, 1, sys.maxsize, 4, 64, 16)
-
-
-class Pipe(Protocol):
-    """What a recorder hands its record to, and is asked by: a connection to another process, or :class:`Kept`."""
-
-    def send(self, obj: Any, /) -> None:
-        """Takes a record."""
-
-    def recv(self) -> Any:
-        """The next question."""
-
-
-class Kept:
-    """A pipe to this process: keeps the record, and has one answer to every question.
-
-    Args:
-        answer: What :meth:`recv` returns.
-
-    Attributes:
-        record: The latest one.
-    """
-
-    def __init__(self, answer: Any = None) -> None:
-        self.record: Any = None
-        self._answer = answer
-
-    def send(self, obj: Any, /) -> None:
-        """Keeps it."""
-        self.record = obj
-
-    def recv(self) -> Any:
-        """The answer."""
-        return self._answer
 
 
 @dataclass(frozen=True)
@@ -102,7 +70,7 @@ class FloorRecorder(Callback):
         pipe: Takes a :class:`FloorRecord` after the last step.
     """
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._ready: list[tuple[Tensor, tuple[float, float]]] = []
         self._layers: list[tuple[str, tuple[float, float]]] = []
@@ -195,7 +163,7 @@ class EngineRecord:
     """Steps with the engine, and the collectives of the group, if they were timed."""
 
     steps: tuple[EngineStep, ...]
-    collectives: dict[str, CollectiveTimes]
+    collectives: dict[str, QueuedTimes]
 
 
 class ProcessorClock(Clock):
@@ -215,11 +183,10 @@ class EngineRecorder(Callback):
         pipe: Brings after training, when no team trains, whether to time the collectives; takes an
             :class:`EngineRecord`.
         every: Steps with buffers of one size.
-        one_clock: All workers are on one machine.
     """
 
-    def __init__(self, pipe: Pipe, every: int, one_clock: bool = True) -> None:
-        self._pipe, self._one_clock = pipe, one_clock
+    def __init__(self, pipe: Connection, every: int) -> None:
+        self._pipe = pipe
         self._every = every
         self._controller: Engine | None = None
         self._events: WindowEvents | None = None
@@ -276,10 +243,10 @@ class EngineRecorder(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        collectives: dict[str, CollectiveTimes] = {}
+        collectives: dict[str, QueuedTimes] = {}
         if self._pipe.recv():
             transport = default_transport()
-            collectives = time_collectives(transport, one_clock=self._one_clock)
+            collectives = time_collectives(transport)
             transport.close()
         self._pipe.send(EngineRecord(tuple(self._steps), collectives))
 

@@ -11,23 +11,24 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.bench.calibrate import fit_run
-from lightning_safusion.bench.collectives import time_collectives
-from lightning_safusion.bench.measure import Rhythm, Run
-from lightning_safusion.bench.recorders import (
+from lab.bench.calibrate import fit_run
+from lab.bench.collectives import time_collectives
+from lab.bench.measure import Rhythm, Run
+from lab.bench.recorders import (
     BufferCost,
     EngineRecord,
     EngineStep,
     FloorRecord,
     FloorStep,
 )
+from lab.clock.costs import HostCosts, QueuedSample, QueuedTimes
 from lightning_safusion.comm.transport.torch_backend import default_transport
 from lightning_safusion.fusion.layout import Layout, TensorSpec
-from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
+from lightning_safusion.fusion.plans.costs import SelectionCost
 from tests.process_group import run_ranks
 
 WORKERS, TENSORS, NUMEL, ENTRIES = 4, 24, 1000, 10
-TIMES = CollectiveTimes((CollectiveSample(64, 1e-3, 5e-4, 4e-4, 2e-4), CollectiveSample(4096, 2e-3, 1e-3, 8e-4, 4e-4)))
+TIMES = QueuedTimes((QueuedSample(64, 1e-3, 5e-4, 4e-4, 2e-4), QueuedSample(4096, 2e-3, 1e-3, 8e-4, 4e-4)))
 COLLECTIVES = {"allgather": TIMES, "allreduce": TIMES}
 
 
@@ -41,7 +42,7 @@ def floor_step(pace: float = 1.0) -> FloorStep:
 def run_of(
     ahead: Sequence[EngineStep],
     behind: Sequence[EngineStep],
-    collectives: Mapping[str, CollectiveTimes] = COLLECTIVES,
+    collectives: Mapping[str, QueuedTimes] = COLLECTIVES,
     paces: Sequence[float] = (0.98, 1.0, 1.02),
 ) -> Run:
     """Four workers with the same steps; every other one, and those of the first block, are not to count."""
@@ -57,7 +58,7 @@ def run_of(
     return Run({}, [floor] * WORKERS, [first] * WORKERS, [second] * WORKERS)
 
 
-def fit(*args: Any, **options: Any) -> Calibration:
+def fit(*args: Any, **options: Any) -> HostCosts:
     return fit_run(run_of(*args, **options), Rhythm(block=2))[1]
 
 
@@ -87,8 +88,8 @@ PLANS = [[8] * 3, [2] * 12, [24], [4] * 6, [1] * 24, [10, 14]]
 
 def test_costs_are_found_again() -> None:
     ahead, behind = ([engine_step(plan, fixed) for plan in PLANS] for fixed in (1e-3, 4e-3))
-    costs = fit(ahead, behind)
-    host = costs.host
+    found = fit(ahead, behind)
+    costs, host = found.calibration, found.host
     assert (host.cores, host.forward, host.backward, host.optimizer) == pytest.approx(
         ((os.cpu_count() or 1) / 4, 2 / 3, 0.5, 1.0)
     )
@@ -99,9 +100,13 @@ def test_costs_are_found_again() -> None:
     assert (host.drain.fixed, host.drain.per_byte) == pytest.approx((2e-3, 3e-4))
     assert costs.entry_bytes == pytest.approx(6.0)
     assert costs.jitter == pytest.approx(0.04 / 1.349)
+    assert costs.select == SelectionCost(host.ahead.fixed + host.decode.fixed, host.ahead.per_element)
     # what the job's collectives took of the processors, not those timed alone
-    assert costs.allgather.at(64).processor == costs.allgather.at(64).processor_queued == pytest.approx(3e-4)
-    assert costs.allreduce.at(64).processor == pytest.approx(4e-4)
+    gather, reduce = costs.allgather.at(64), costs.allreduce.at(64)
+    assert isinstance(gather, QueuedSample)
+    assert isinstance(reduce, QueuedSample)
+    assert gather.processor == gather.processor_queued == pytest.approx(3e-4)
+    assert reduce.processor == pytest.approx(4e-4)
 
 
 def test_a_slow_buffer_in_a_few_windows_changes_nothing() -> None:
@@ -115,10 +120,10 @@ def test_a_slow_buffer_in_a_few_windows_changes_nothing() -> None:
 
 def test_more_bytes_never_take_less() -> None:
     seconds = [3e-3, 1e-3, 2e-3, 9e-3]
-    noisy = CollectiveTimes(tuple(CollectiveSample(4**n, s, s, s, s) for n, s in enumerate(seconds, 3)))
+    noisy = QueuedTimes(tuple(QueuedSample(4**n, s, s, s, s) for n, s in enumerate(seconds, 3)))
     steps = [engine_step(plan) for plan in PLANS]
     costs = fit(steps, steps, {"allgather": noisy, "allreduce": noisy})
-    assert [sample.alone for sample in costs.allreduce.samples] == pytest.approx([2e-3, 2e-3, 2e-3, 9e-3])
+    assert [sample.seconds for sample in costs.calibration.allreduce.samples] == pytest.approx([2e-3, 2e-3, 2e-3, 9e-3])
 
 
 def test_without_sparse_buffers_there_is_nothing_to_fit() -> None:
@@ -140,7 +145,7 @@ def test_the_trace_is_the_job_without_any_exchange() -> None:
 def _timed(rank: int) -> list[list[float]]:
     torch.set_num_threads(1)
     times = time_collectives(default_transport(), budget_s=0.5)
-    return [[s.nbytes, s.alone, s.queued, s.processor, s.processor_queued] for s in times["allgather"].samples]
+    return [[s.nbytes, s.seconds, s.queued, s.processor, s.processor_queued] for s in times["allgather"].samples]
 
 
 def test_all_ranks_time_the_same_and_a_queue_is_no_slower_than_one_after_the_other() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,25 +23,21 @@ from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_safusion.baselines.hooks import HookExchange
-from lightning_safusion.bench.links import sent_bytes
-from lightning_safusion.bench.recorders import EngineRecord, EngineRecorder, FloorRecord, FloorRecorder
+from lab.bench.links import sent_bytes
+from lab.bench.recorders import EngineRecord, EngineRecorder, FloorRecord, FloorRecorder
+from lab.bench.workload import Classifier, Paced, Workload
+from lightning_safusion.bench.floor import FLOOR, REFERENCE_STRATEGIES
+from lightning_safusion.bench.results import Block
 from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.bench.team import Place, Team, make_trainer, started
-from lightning_safusion.bench.workload import Classifier, Paced, Workload
 from lightning_safusion.notation import read
 from lightning_safusion.simulate.trace import Trace
 from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import resolve_system
 
-#: The row without any exchange: what a step takes if the network costs nothing.
-FLOOR = "no-exchange"
-#: The floor with workers that wait for each other: what a step takes at least if gradients are exchanged at all.
-IN_STEP = "barrier"
 #: Rows of every run: the floor, and what a user has without this package.
 REFERENCES = (FLOOR, "ddp")
 # The teams that record what costs are fitted to, beside the systems: the job without any exchange, and the engine of a
@@ -55,28 +51,6 @@ _RECORDED: Mapping[str, tuple[str, Callable[[Connection, int], Callback]]] = Map
 )
 # Systems without an engine have nothing to learn; PowerSGD begins after ten dense steps.
 _FIXED_WARMUP = 12
-
-
-class NoExchange(DDPStrategy):
-    """DDP whose workers keep their own gradients."""
-
-    @override
-    def _register_ddp_hooks(self) -> None:
-        if isinstance(self.model, DistributedDataParallel):
-            HookExchange("local", None).register(self.model)
-
-
-class InStep(NoExchange):
-    """Workers that keep their own gradients, and exchange a single number at the end of every backward pass."""
-
-    @override
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)
-        torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.root_device))
-
-
-#: Rows that are no systems: what others are compared with.
-REFERENCE_STRATEGIES = MappingProxyType({FLOOR: NoExchange, IN_STEP: InStep})
 
 
 @dataclass(frozen=True)
@@ -151,25 +125,6 @@ class Rhythm:
     def steps_of(self, system: str) -> int:
         """All steps of a run."""
         return self.warmup_of(system) + self.rounds * self.block
-
-
-@dataclass(frozen=True)
-class Block:
-    """Steps that one worker has trained in one turn.
-
-    Args:
-        steps: Seconds of each step: forward, backward, exchange and optimizer, without loading.
-        figures: Of the last one, from the strategy's report; empty where DDP exchanges.
-        wire_bytes: That its device has sent per step, headers included; None on the loopback.
-        peak_bytes: Largest resident set of its process so far, that of torch itself included.
-        plan: Buffers of the plan in use, as ``Plan.to_list`` has them; None where DDP exchanges.
-    """
-
-    steps: tuple[float, ...]
-    figures: dict[str, Any] = field(default_factory=dict)
-    wire_bytes: float | None = None
-    peak_bytes: int = 0
-    plan: list[list[Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.bench.workload import MODELS, Classifier, Paced, scaled
+from lab.bench.workload import MODELS, Classifier, Paced, scaled
 from lightning_safusion.simulate.trace import Trace, TraceTensor, resolve_trace
 
 

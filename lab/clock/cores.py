@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
+from statistics import fmean
 
 import numpy as np
 
-from lightning_safusion.simulate.calibration import Host
-from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
-from lightning_safusion.simulate.schedule import Iteration, Message, Schedule
+from lab.clock.costs import HostCluster, HostCost, HostJob
+from lightning_safusion.simulate.cluster import CollectiveCost
+from lightning_safusion.simulate.schedule import Iteration, Message, Schedule, Stream, Timer
+from lightning_safusion.simulate.systems import build_schedule
 from lightning_safusion.simulate.trace import Trace
 
 #: Seconds for which a thread keeps a core that others wait for: a tick of Linux at 250 Hz.
@@ -134,6 +136,30 @@ class SharedCores:
         return len(running) < len(self._computing)
 
 
+def simulate(trace: Trace, cluster: HostCluster, schedule: Schedule, iteration: int = 0) -> Iteration:
+    """Runs one iteration in the steady state; another number of the iteration draws other jitter.
+
+    Raises:
+        ValueError: If messages leave at ticks, or when each worker has filled a buffer.
+    """
+    if isinstance(schedule.launch, Timer | Stream):
+        raise ValueError("the clock of shared cores has only messages that are known before the iteration")
+    return HostRun(trace, cluster, schedule, iteration).result()
+
+
+def mean_iteration(trace: Trace, cluster: HostCluster, schedule: Schedule, iterations: int = 20) -> Iteration:
+    """The mean of seconds and waits over iterations with different jitter; one iteration if none jitters."""
+    runs = [simulate(trace, cluster, schedule, each) for each in range(iterations if cluster.jitter else 1)]
+    seconds, waited = fmean(run.seconds for run in runs), fmean(run.waited for run in runs)
+    return replace(runs[0], seconds=seconds, waited=waited)
+
+
+def run_system(name: str, job: HostJob) -> Iteration:
+    """The mean iteration of one row."""
+    assert isinstance(job.cluster, HostCluster)
+    return mean_iteration(job.trace, job.cluster, build_schedule(name, job))
+
+
 @dataclass(eq=False)
 class _Exchange:
     """A collective of one iteration.
@@ -146,7 +172,7 @@ class _Exchange:
         waiting: Workers that wait for its end.
     """
 
-    cost: CollectiveCost
+    cost: HostCost
     missing: list[int]
     ready: list[float]
     done: bool = False
@@ -156,8 +182,9 @@ class _Exchange:
 class HostRun:
     """One iteration of messages that are known before it, on the processors of the cluster."""
 
-    def __init__(self, trace: Trace, cluster: Cluster, host: Host, schedule: Schedule, iteration: int) -> None:
-        self.trace, self.cluster, self.host, self.schedule = trace, cluster, host, schedule
+    def __init__(self, trace: Trace, cluster: HostCluster, schedule: Schedule, iteration: int) -> None:
+        self.trace, self.cluster, self.schedule = trace, cluster, schedule
+        host = self.host = cluster.host
         total = len(trace.tensors)
         # without jitter, workers that have a core each do the same at the same time: one stands for all of them
         alike = cluster.jitter == 0 and host.cores >= 1
@@ -182,7 +209,7 @@ class HostRun:
         self.cores.run()
 
     def _exchange(self, cost: CollectiveCost, steps: int = 1) -> _Exchange:
-        return _Exchange(cost, [steps] * self.workers, [0.0] * self.workers)
+        return _Exchange(HostCost.of(cost), [steps] * self.workers, [0.0] * self.workers)
 
     def _gather(self, message: Message) -> _Exchange:
         return self._exchange(message.cost, 1 + sum(self.host_select[place] > 0 for place in message.tensors))

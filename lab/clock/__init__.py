@@ -1,0 +1,1 @@
+"""The simulator on processors that workers share: what CPU workers of one machine take from each other."""
