@@ -17,15 +17,17 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lab.markdown import markdown
+from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify.base import Selection
 
 TENSORS, ELEMENTS = 40, 50_000
-LAYOUTS = ("block16", "block8", "eliasfano")
+LAYOUTS = ("coo", "bitmap", "eliasfano")
 
 
 def formats(
@@ -90,9 +92,7 @@ def seconds(values: str, density: float, repetitions: int) -> dict[str, tuple[fl
         memory = torch.zeros(2, codec.nbytes, dtype=torch.uint8)
         for selection, message in zip(selections, memory, strict=True):
             codec.encode(selection, message)
-        inbox = codec.inbox(memory)
-        assert inbox is not None, "compiled kernels read all of these"
-        mean = partial(native.mean_into, gradients, native.Parts.between(edges), partial(always, inbox()), 0.5)
+        mean = partial(native.mean_into, gradients, native.Parts.between(edges), partial(decoded, codec, memory), 0.5)
         calls[layout] = partial(codec.outbox(memory[0]), selections[0], False), mean
     taken: dict[str, list[tuple[float, float]]] = {layout: [] for layout in LAYOUTS}
     for _ in range(repetitions):
@@ -104,9 +104,10 @@ def seconds(values: str, density: float, repetitions: int) -> dict[str, tuple[fl
     }
 
 
-def always(messages: list[native.Message], start: int, stop: int) -> list[native.Message]:
-    """The same messages for all elements."""
-    return messages
+def decoded(codec: Codec, memory: Tensor, start: int, stop: int) -> list[native.Message]:
+    """Messages as compiled kernels read them: as they are where they can."""
+    inbox = codec.inbox(memory)
+    return [native.Message.decoded(*codec.reader(each)(start, stop)) for each in memory] if inbox is None else inbox()
 
 
 def timed(work: Callable[[], object]) -> float:

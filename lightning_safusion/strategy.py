@@ -114,7 +114,7 @@ class SAFusionStrategy(DDPStrategy):
             does not grow with the workers), ``"hierarchical-sharded"`` (dense inside every node, sums of nodes to
             owners and back), ``"allreduce"``, ``"oktopk"`` (sparse all-reduce) or ``"gtopk"`` (tree).
         wire: ``"auto"`` (lossless), ``"bf16"``, ``"fp16"``, ``"fp32"``, a few bits per value (``"q4"``, ``"q2"``,
-            ``"sign"``), or a codec such as ``"block16-bf16"``.
+            ``"sign"``), or a codec such as ``"eliasfano-bf16"``.
         offload: Select from tensors on a thread of the host, as they become ready, where that delays nothing.
         select_by: Units in which elements are compared: ``"gradient"``; ``"update"``, how far the optimizer would move
             them (gradients divided as by Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad or Adafactor; as they are with

@@ -155,7 +155,7 @@ def test_kernels_serve_the_device() -> None:
     assert serves(DEVICE)
 
 
-@pytest.mark.parametrize("wire", ["block16-bf16", "coo-fp32", "bitmap-fp16"])
+@pytest.mark.parametrize("wire", ["eliasfano-bf16", "coo-fp32", "bitmap-fp16"])
 @pytest.mark.parametrize("compressor", ["topk", "threshold"])
 def test_the_kernels_send_what_the_cpu_sends_without_waiting(compressor: str, wire: str) -> None:
     pytest.importorskip("triton")

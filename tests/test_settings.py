@@ -63,7 +63,7 @@ def test_a_part_that_was_given_never_gives_way(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"quota": "pooled"}, {"offload": True}, {"fusion": "naive"}, {"wire": "block16-bf16"}, {"fusion": "horovod"}],
+    [{"quota": "pooled"}, {"offload": True}, {"fusion": "naive"}, {"wire": "coo-bf16"}, {"fusion": "horovod"}],
 )
 @pytest.mark.parametrize("name", ["sharded", "hierarchical-sharded"])
 def test_what_does_not_go_with_shards_is_refused(name: str, given: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ def test_what_does_not_go_with_shards_is_refused(name: str, given: dict[str, Any
         (64, {"quota": "pooled"}, False),
         (64, {"memory": "dgc"}, False),
         (64, {"offload": True}, False),
-        (64, {"wire": "block16-bf16"}, False),
+        (64, {"wire": "coo-bf16"}, False),
         (64, {"fusion": "horovod"}, False),
         (64, {"fusion": "naive"}, False),
         (64, {"system": "safusion"}, False),

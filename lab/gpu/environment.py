@@ -23,7 +23,7 @@ from lightning_safusion.kernels import cpu
 
 _PACKAGES = ("torch", "triton", "lightning", "numpy", "rich", "torchmetrics", "pytest", "hypothesis")
 _TESTS = ("tests/test_gpu.py", "tests/kernels/cuda/test_encode.py", "tests/kernels/cuda/test_decode.py")
-_REHEARSED = ("tests/test_gpu.py", "tests/kernels/cuda/test_wire.py")
+_REHEARSED = ("tests/test_gpu.py", "tests/kernels/cuda/test_serves.py")
 
 
 def _version(package: str) -> str:

@@ -21,8 +21,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from lab.kernels.described import described
-from lightning_safusion.comm.wire.formats import resolve_codec
-from lightning_safusion.kernels.cuda import buffer, chosen, elements, owners, wire
+from lightning_safusion.kernels.cuda import buffer, chosen, elements, owners
 from lightning_safusion.kernels.cuda.launch import options_of
 from lightning_safusion.kernels.cuda.tables import FOUR_BITS, KINDS, Cut, Message, Runs, ShardTables, Tables
 from lightning_safusion.sparsify.base import Segments, Selection
@@ -168,16 +167,6 @@ def compile_owner(own: Tables, moment: int | None, windows: int = 2) -> None:
         window.commit([kernels])
 
 
-def compile_wire() -> None:
-    """Compiles what writes and reads messages of other formats."""
-    for name, count in (("coo-fp32", 13), ("block16-bf16", torch.tensor(12)), ("bitmap-fp16", 13)):
-        codec = resolve_codec(name, 30_000, 13, torch.float32)
-        fields = codec._fields(torch.zeros(codec.nbytes, dtype=torch.uint8))
-        wire.encode(codec.layout, Selection(torch.arange(13), torch.ones(13), count), fields, codec.values.dtype)
-    wire.decode_block16(torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int16), 5)
-    wire.decode_bitmap(torch.zeros(3000, dtype=torch.int32), 5)
-
-
 def compile_all() -> None:
     """Compiles all that can be started, in all variants."""
     for pool in (0, 200):
@@ -193,7 +182,6 @@ def compile_all() -> None:
     for kind, moment in ((0, None), (0, 0), (1, 1), (2, 2)):
         compile_owner(tables(0, kind), moment)
     compile_owner(tables(0, 0, values=0), None)
-    compile_wire()
 
 
 def main() -> None:
@@ -205,7 +193,7 @@ def main() -> None:
     for number, name in enumerate(names):
         target = Target(name, number)
         triton.runtime.driver.set_active(target)
-        buffer.launch = wire.launch = target.launch
+        buffer.launch = target.launch
         compile_all()
         found[name] = target.found
     print(json.dumps({"triton": triton.__version__, "targets": found}))

@@ -30,7 +30,7 @@ TRITONS = ("3.2.0", "3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0
 TARGETS = ("80", "90", "100", "gfx942")
 #: Combinations that have no compiler: that of Triton 3.2 does not know devices of compute capability 10.
 UNKNOWN = frozenset({("3.2.0", "100")})
-#: Kernels of a buffer; others are of other message formats.
+#: Kernels of a buffer.
 OF_BUFFERS = (
     "compensate", "share", "collect", "narrow", "count_chunks", "write", "pack", "decode", "reduce", "commit", "place",
     "count_above", "add_up",

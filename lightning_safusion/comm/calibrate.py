@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lightning_safusion.comm.cost import LinearCost, fit_linear
-from lightning_safusion.comm.exchange import MESSAGE_BYTES
 from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.kernels.fields import MESSAGE_BYTES
 
 _SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)  # bytes
 _LARGE = (8 << 20, 64 << 20)  # on devices as well: up to 1 MiB their libraries show latency, and no rate

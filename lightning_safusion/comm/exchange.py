@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntFlag
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -17,33 +16,14 @@ from torch import Tensor
 
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.fields import MESSAGE_BYTES, TensorFlag
+from lightning_safusion.kernels.fields import Notice as Notice  # of the headers that a verdict reads
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
 
-#: Bytes at a multiple of which fields begin in messages, and messages in memory: where these begin elsewhere than at a
-#: multiple of 16, NCCL moves single bytes, and 128 are a line of a device's caches.
-FIELD_BYTES, MESSAGE_BYTES = 16, 128
-
 #: Zeroing only what was written is cheaper than zeroing the span until about a quarter of it was written.
 SPARSE_CLEAR_SHARE = 4
-
-
-class TensorFlag(IntFlag):
-    """State of one tensor on one rank in this step, in the header of every message."""
-
-    FRESH = 1  #: its gradient was computed in this step and is in the message
-    BAD = 2  #: its gradient is not finite and is not in the message
-    BYPASS = 4  #: its gradient must bypass compression (see Engine)
-
-
-class Notice(IntFlag):
-    """Messages of a rank to all others, in the header of its messages."""
-
-    FAILED = 1  #: it could not fill a message
-    TERMINATE = 2  #: it was asked to end (SIGTERM)
-    REQUEUE = 4  #: it was asked to save and make room (the requeue signal of a cluster)
-    INTERRUPT = 8  #: its user wants it to stop (SIGINT, Ctrl-C)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def both(workers: Workers, xs: Sequence[Tensor]) -> list[tuple[list[Tensor], boo
 
 @compiled
 @pytest.mark.parametrize(("dense", "world_size"), [(None, 1), ((70_000, 120_000), 2), ((0, 70_000), 3)])
-@pytest.mark.parametrize("wire", ["block16-fp32", "bitmap-bf16", "dense-fp32", "q4"])
+@pytest.mark.parametrize("wire", ["eliasfano-fp32", "bitmap-bf16", "coo-fp32", "q4"])
 def test_the_mean_is_that_of_the_buffer(wire: str, dense: tuple[int, int] | None, world_size: int) -> None:
     runs = () if dense is None else ((*dense, torch.float32),)
     workers = Workers(world_size, SpanSpec(EDGES[-1], 3000, EDGES, runs), allgather(wire))
@@ -60,9 +60,7 @@ def test_the_mean_is_that_of_the_buffer(wire: str, dense: tuple[int, int] | None
 
 
 @compiled
-@pytest.mark.parametrize(
-    ("wire", "least"), [("block16-fp16", 1000), ("bitmap-sign", 40_000), ("coo-bf16", 1000), ("dense-fp32", 40_000)]
-)
+@pytest.mark.parametrize(("wire", "least"), [("eliasfano-fp16", 1000), ("bitmap-sign", 40_000), ("coo-bf16", 1000)])
 def test_what_kernels_cannot_read_is_decoded_piece_by_piece(
     wire: str, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +95,7 @@ def test_what_kernels_cannot_read_is_decoded_piece_by_piece(
 @pytest.mark.parametrize("dense", [None, (70_000, 120_000)])
 def test_a_sum_that_is_not_finite_is_seen(value: float, dense: tuple[int, int] | None) -> None:
     runs = () if dense is None else ((*dense, torch.float32),)
-    workers = Workers(3, SpanSpec(EDGES[-1], 30_000, EDGES, runs), allgather("block16-fp32"))
+    workers = Workers(3, SpanSpec(EDGES[-1], 30_000, EDGES, runs), allgather("eliasfano-fp32"))
     xs = gradients(3, EDGES[-1])
     for x in xs:
         x[[5, -5]] = value

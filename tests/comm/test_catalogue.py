@@ -38,7 +38,7 @@ def test_what_each_can_do(
 
 
 @pytest.mark.parametrize(("wire", "name", "width", "few_bits"), [
-    ("auto", "fp32", 32, False), ("bf16", "bf16", 16, False), ("block16-fp16", "fp16", 16, False),
+    ("auto", "fp32", 32, False), ("bf16", "bf16", 16, False), ("eliasfano-fp16", "fp16", 16, False),
     ("q4", "q4", 4, True), ("bitmap-q2", "q2", 2, True), ("coo-sign", "sign", 1, True),
 ])  # fmt: skip
 def test_what_each_format_of_values_is(wire: str, name: str, width: int, few_bits: bool) -> None:

@@ -180,7 +180,7 @@ def test_its_state_goes_on_where_it_stopped() -> None:
         assert changed.exchanges[0].state_dict() == fresh
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "bitmap-bf16", "dense-fp32", "block16-fp16"])
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "bitmap-bf16", "coo-fp32", "eliasfano-fp16"])
 def test_rounding_on_the_wire_stays_with_the_sender(wire: str) -> None:
     spec = span(2000, 300)
     workers = Workers(3, spec, oktopk(refresh=2, wire=wire))

@@ -54,9 +54,7 @@ def padded() -> Selection:
     )
 
 
-@pytest.mark.parametrize(
-    "wire", ["eliasfano-q4", "block16-fp32", "block8-bf16", "coo-sign", "bitmap-fp16", "dense-fp32"]
-)
+@pytest.mark.parametrize("wire", ["eliasfano-q4", "eliasfano-fp32", "coo-sign", "bitmap-fp16"])
 def test_a_message_with_padding_is_written_and_read(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "serves", lambda *_, **__: False)  # as on a device
     codec, selection = resolve_codec(wire, NUMEL, CAPACITY, torch.float32), padded()
@@ -72,7 +70,7 @@ def test_a_message_with_padding_is_written_and_read(wire: str, monkeypatch: pyte
 
 def test_what_was_sent_is_taken_out_of_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "serves", lambda *_, **__: False)
-    codec, selection = resolve_codec("block16-fp32", NUMEL, CAPACITY, torch.float32), padded()
+    codec, selection = resolve_codec("eliasfano-fp32", NUMEL, CAPACITY, torch.float32), padded()
     exchange = SparseAllGather(SpanSpec(NUMEL, CAPACITY, (0, NUMEL), ()), SoloTransport(), CPU, codec)
     exchange._reads_again = False
     memory = ResidualMemory()

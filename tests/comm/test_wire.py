@@ -1,6 +1,6 @@
 """Wire formats on inputs that are chosen; `test_message_properties.py` has those that Hypothesis makes.
 
-Covers: positions that 24 and 31 bits do not hold, at the edges of blocks; saturation and rounding; sizes; the
+Covers: positions that 24 and 31 bits do not hold, at edges; saturation and rounding; sizes; the
     format that is chosen; levels of a few bits; tensors without entries; damage to Elias and Fano's fields; errors.
 """
 
@@ -20,7 +20,7 @@ from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 
 QUANTIZED = {"q4": 4, "q2": 2, "sign": 1}
-LAYOUTS = ("eliasfano", "block16", "block8", "coo", "bitmap")
+LAYOUTS = ("eliasfano", "coo", "bitmap")
 EXPLICIT = [wire for wire in available_wires() if "-" in wire and wire.rpartition("-")[2] not in QUANTIZED]
 
 
@@ -31,7 +31,6 @@ def message(codec: Codec) -> Tensor:
 @pytest.mark.parametrize(
     ("numel", "indices"),
     [
-        # the second block of 65,536 has one entry less
         (200_000, [0, 65535, 65536, 131071, 196607, 196608, 199_999]),
         # T16: float32 could not hold these positions
         (2**24 + 70_001, [2**24 - 1, 2**24, 2**24 + 1, 2**24 + 3, 2**24 + 70_000]),
@@ -40,7 +39,7 @@ def message(codec: Codec) -> Tensor:
 )
 def test_positions_at_the_edges(numel: int, indices: list[int]) -> None:
     expected = torch.tensor(indices)
-    for layout in LAYOUTS if numel < 2**31 else ("eliasfano", "block16"):
+    for layout in LAYOUTS if numel < 2**31 else ("eliasfano",):
         codec = resolve_codec(f"{layout}-bf16", numel, len(indices) + 2, torch.float32)
         out = message(codec)
         codec.encode(Selection(expected, torch.arange(1.0, len(indices) + 1), len(indices)), out)
@@ -50,14 +49,14 @@ def test_positions_at_the_edges(numel: int, indices: list[int]) -> None:
 
 
 def test_coo_refuses_long_spans() -> None:
-    with pytest.raises(ValueError, match=r"2147483648 elements.*use block16"):
+    with pytest.raises(ValueError, match=r"2147483648 elements.*use eliasfano"):
         resolve_codec("coo-fp32", 2**31, 10, torch.float32)
     assert resolve_codec("coo-fp32", 2**31 - 1, 10, torch.float32).nbytes == 84
     assert resolve_codec("fp32", 2**40, 10, torch.float32).name == "eliasfano-fp32"
 
 
 @pytest.mark.parametrize(("value", "limit"), [("fp16", 65504.0), ("bf16", torch.finfo(torch.bfloat16).max)])
-@pytest.mark.parametrize("layout", ["block16", "dense"])
+@pytest.mark.parametrize("layout", ["eliasfano", "bitmap"])
 def test_sixteen_bits_saturate(layout: str, value: str, limit: float) -> None:
     codec = resolve_codec(f"{layout}-{value}", 4, 4, torch.float32)
     largest = torch.finfo(torch.float32).max
@@ -82,13 +81,8 @@ def test_rounded_top_k_contracts(value: str, roundoff: float) -> None:
 def test_sizes_follow_the_formulas() -> None:
     d, k = 1_000_000, 10_000
     for value, width in (("fp32", 4), ("bf16", 2), ("fp16", 2)):
-        sizes = {
-            layout: resolve_codec(f"{layout}-{value}", d, k, torch.float32).nbytes
-            for layout in ("dense", "block16", "coo", "bitmap")
-        }
+        sizes = {layout: resolve_codec(f"{layout}-{value}", d, k, torch.float32).nbytes for layout in ("coo", "bitmap")}
         assert sizes == {
-            "dense": width * d,
-            "block16": 16 * 4 + (width + 2) * k,
             "coo": 4 + (width + 4) * k,
             "bitmap": d // 8 + width * k,
         }
@@ -98,8 +92,6 @@ def test_sizes_follow_the_formulas() -> None:
     ("layout", "bits"),
     [
         ("eliasfano", {0.25: 4.0, 0.1: 5.25, 0.05: 6.25, 0.01: 8.56, 0.001: 11.97}),
-        ("block16", {0.1: 16.005, 0.05: 16.010, 0.01: 16.049, 0.001: 16.488}),
-        ("block8", {0.1: 8.625, 0.05: 9.25, 0.01: 14.25, 0.001: 70.5}),
         ("bitmap", {0.1: 10, 0.05: 20, 0.01: 100, 0.001: 1000}),
         ("coo", {0.1: 32, 0.05: 32, 0.01: 32, 0.001: 32}),
     ],
@@ -123,7 +115,7 @@ def test_position_bits_per_entry(layout: str, bits: dict[float, float]) -> None:
         ("bf16", 100_000, 30_000, torch.float32, "eliasfano-bf16"),
         ("q4", 100_000, 35_000, torch.float32, "eliasfano-q4"),
         ("q4", 100_000, 65_000, torch.float32, "bitmap-q4"),
-        ("fp32", 100_000, 100_000, torch.float32, "dense-fp32"),
+        ("bf16", 100_000, 100_000, torch.float32, "bitmap-bf16"),
         ("fp32", 100_000_000, 1, torch.float32, "coo-fp32"),
         ("bitmap-fp32", 100_000, 1000, torch.bfloat16, "bitmap-fp32"),
     ],
@@ -133,9 +125,7 @@ def test_resolve_takes_about_the_smallest(wire: str, numel: int, capacity: int, 
     assert codec.name == name
     if "-" not in wire:
         values = name.rpartition("-")[2]
-        others = [
-            other for other in available_wires() if other.endswith(f"-{values}") and not other.startswith("block8")
-        ]
+        others = [other for other in available_wires() if other.endswith(f"-{values}")]
         least = min(resolve_codec(other, numel, capacity, dtype).nbytes for other in others)
         assert least <= codec.nbytes <= least * (9 / 8 if wire == "q4" else 25 / 24)
 
@@ -147,9 +137,16 @@ def test_every_available_wire_resolves() -> None:
 
 def test_errors_name_the_value_and_the_fix() -> None:
     with pytest.raises(
-        ValueError, match=r"'zip'.*Choose one of 'auto', 'fp32', 'bf16', 'fp16', 'q4', 'q2', 'sign', 'dense-fp32'"
+        ValueError, match=r"'zip'.*Choose one of 'auto', 'fp32', 'bf16', 'fp16', 'q4', 'q2', 'sign', 'eliasfano-fp32'"
     ):
         resolve_codec("zip", 10, 1, torch.float32)
+    for gone, better in (
+        ("block16-bf16", "eliasfano-bf16"),
+        ("block8-q4", "eliasfano-q4"),
+        ("dense-fp32", "bitmap-fp32"),
+    ):
+        with pytest.raises(ValueError, match=f"wire='{gone}' is no more: use '{better}', or '{gone.split('-')[1]}'"):
+            resolve_codec(gone, 10, 1, torch.float32)
     with pytest.raises(ValueError, match="between 0 and the 10 elements of the span, got 11"):
         resolve_codec("auto", 10, 11, torch.float32)
     codec = resolve_codec("auto", 10, 2, torch.float32)
@@ -229,12 +226,6 @@ def test_zeros_in_few_bits_stay_zeros() -> None:
         assert not codec.decode(out)[1].any()
         assert codec.encode(Selection(torch.arange(0), torch.zeros(0), 0), out).numel() == 0
         assert codec.decode(out)[0].numel() == 0
-
-
-def test_few_bits_have_no_dense_messages() -> None:
-    with pytest.raises(ValueError, match="unknown wire format 'dense-q2'"):
-        resolve_codec("dense-q2", 10, 10, torch.float32)
-    assert resolve_codec("sign", 10_000, 10_000, torch.float32).layout == "bitmap"
 
 
 # --- Elias and Fano ------------------------------------------------------------------------------------------------

@@ -35,9 +35,8 @@ ROW = {"eighths": Values("eighths", torch.float32, 8, Eighths)}
 
 def test_it_is_written_read_and_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(VALUES, "eighths", ROW["eighths"])
-    assert {"eighths", "block16-eighths", "coo-eighths"} <= set(available_wires())
-    assert "dense-eighths" not in available_wires()
-    assert value_format("block8-eighths").width == 8
+    assert {"eighths", "eliasfano-eighths", "coo-eighths"} <= set(available_wires())
+    assert value_format("bitmap-eighths").width == 8
     codec = resolve_codec("eighths", 1000, 3, torch.float32)
     out = torch.empty(codec.nbytes, dtype=torch.uint8)
     sent = codec.encode(Selection(torch.tensor([1, 500, 999]), torch.tensor([0.3, -1.0, 99.0]), 3), out)

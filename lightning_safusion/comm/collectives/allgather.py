@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import (
-    FIELD_BYTES,
     Notice,
     Part,
     SpanSpec,
@@ -27,6 +26,7 @@ from lightning_safusion.comm.wire.codec import Codec, spread
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda.tables import Message
+from lightning_safusion.kernels.fields import FIELD_BYTES
 
 
 class SparseAllGather(StreamOrderedExchange):
@@ -72,8 +72,8 @@ class SparseAllGather(StreamOrderedExchange):
         self._inbox = codec.inbox(messages[:, self._selection]) if codec is not None and on_host else None
         self._read: list[native.Message] = []  # of this window, where compiled kernels have read them
         # On the host the message can be read again: entries take several times its bytes. On an accelerator that would
-        # be more launches, and a message without positions would give them for the whole span.
-        self._reads_again = codec is not None and codec.layout != "dense" and on_host
+        # be more launches.
+        self._reads_again = codec is not None and on_host
 
     def message_format(self) -> Message | None:
         """The fields of a message, for kernels that write and read all of it; None if they cannot."""

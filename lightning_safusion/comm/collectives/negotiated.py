@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import FIELD_BYTES, Exchange, Part, SpanSpec, Verdict, aligned, saturated
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, aligned, saturated
 from lightning_safusion.comm.transport.interface import LaterWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.comm.wire.values import Values
+from lightning_safusion.kernels.fields import FIELD_BYTES
 from lightning_safusion.sparsify.base import Selection
 
 

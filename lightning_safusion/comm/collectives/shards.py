@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.collectives.multiphase import Entries, message_sizes
-from lightning_safusion.comm.exchange import FIELD_BYTES, SpanSpec, aligned
+from lightning_safusion.comm.exchange import SpanSpec, aligned
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec, value_format
+from lightning_safusion.kernels.fields import FIELD_BYTES
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey

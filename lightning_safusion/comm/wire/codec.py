@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 from lightning_safusion.comm.wire.values import Values
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.sparsify.base import Selection
 
 #: Gives ascending positions (int64 [K]) and values (float32 [K]) of a message in the elements ``[start, stop)``.
@@ -57,7 +56,7 @@ class Codec(ABC):
         shape: Of the span.
 
     Attributes:
-        name: ``"<layout>-<values>"``, for example ``"block16-bf16"``.
+        name: ``"<layout>-<values>"``, for example ``"eliasfano-bf16"``.
 
     Raises:
         ValueError: If the capacity does not fit the span, or the format cannot carry the span or the values.
@@ -66,8 +65,6 @@ class Codec(ABC):
     layout: ClassVar[str]
     #: Which of the fields has the values.
     value_field: ClassVar[int]
-    #: One launch of a Triton kernel writes a message of floats.
-    has_kernel: ClassVar[bool] = True
 
     def __init__(self, shape: Shape) -> None:
         numel, capacity, values = shape.numel, shape.capacity, shape.values
@@ -115,10 +112,6 @@ class Codec(ABC):
                 "cut the selection to the quotas of its segments"
             )
         fields = self._fields(out)
-        if self.has_kernel and self.field.has_kernel and serves(out.device):
-            from lightning_safusion.kernels.cuda import wire  # imports Triton
-
-            return wire.encode(self.layout, selection, fields, self.values.dtype)
         count, entries = selection.count, len(selection.values)
         if isinstance(count, int) and count < entries:
             valid = Selection(selection.indices[:count], selection.values[:count], count)
@@ -165,7 +158,7 @@ class Codec(ABC):
         if place is None:
             return lambda selection, echo: self.encode(selection, memory, echo=echo)
         values, rest = fields[self.value_field], fields[-1]
-        codes = self.field.codes(values)
+        codes = self.field.codes(values) if self.values.few_bits else None
 
         def write(selection: Selection, echo: bool) -> Tensor:
             positions, count = selection.positions, selection.count

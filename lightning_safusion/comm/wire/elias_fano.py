@@ -25,14 +25,12 @@ from lightning_safusion.comm.wire.codec import (
 from lightning_safusion.comm.wire.values import FloatField, QuantizedField, fill, packed, unpacked
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda.tables import FOUR_BITS, KINDS, Message, Runs
+from lightning_safusion.kernels.fields import NARROW_RANKS, REGION_BITS
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.torch_view import find_marked
 from lightning_safusion.sparsify.selection.view import device_constant
 
-# Buckets of a region, as a power of two, and most bits of a position in its bucket.
-_REGION, _MOST_BITS = 9, 24
-# Ranks have 16 bits where there is room for fewer entries.
-_NARROW = 1 << 16
+_MOST_BITS = 24  # of a position in its bucket
 
 
 class _Tables(NamedTuple):
@@ -70,20 +68,19 @@ class EliasFanoCodec(Codec):
 
     layout = "eliasfano"
     value_field = 3
-    has_kernel = False
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self._ends = np.array([stop for _, stop in shape.runs], np.int64)
         self._starts = np.array([start for start, _ in shape.runs], np.int64)
-        narrow = self.capacity < _NARROW
+        narrow = self.capacity < NARROW_RANKS
         self._rank = np.dtype(np.uint16 if narrow else np.uint32)
         # torch writes as signed numbers what it reads as counts
         self._signed, self._counted = (torch.int16, torch.uint16) if narrow else (torch.int32, torch.int32)
         longest = (shape.numel // max(1, shape.capacity)).bit_length() + 2
         self.low = min(range(min(longest, _MOST_BITS) + 1), key=lambda low: sum(self._words(low)))
         self._buckets = _summed(self._blocks(self.low))
-        self._regions = _summed(self._blocks(self.low + _REGION))
+        self._regions = _summed(self._blocks(self.low + REGION_BITS))
         self._on_device: dict[torch.device, _Tables] = {}
 
     def _blocks(self, bits: int) -> np.ndarray:
@@ -92,7 +89,7 @@ class EliasFanoCodec(Codec):
 
     def _words(self, low: int) -> tuple[int, int, int]:
         """Words of ranks, high and low."""
-        buckets, regions = (int(self._blocks(bits).sum()) for bits in (low, low + _REGION))
+        buckets, regions = (int(self._blocks(bits).sum()) for bits in (low, low + REGION_BITS))
         ranks = blocks_of((regions + 1) * self._rank.itemsize, 4)
         return ranks, blocks_of(self.capacity + buckets, 32), low * blocks_of(self.capacity, 32) + 1
 
@@ -110,7 +107,7 @@ class EliasFanoCodec(Codec):
         """int64 [R + 1], buckets before each region, and in all."""
         own = np.arange(self._regions[-1]) - np.repeat(self._regions[:-1], np.diff(self._regions))
         firsts = np.repeat(self._buckets[:-1], np.diff(self._regions))
-        return np.append(firsts + (own << _REGION), self._buckets[-1])
+        return np.append(firsts + (own << REGION_BITS), self._buckets[-1])
 
     def message(self, starts: np.ndarray, stops: np.ndarray, nbytes: int, begin: int, header: int) -> Message | None:
         """The fields of a message, for kernels that write and read all of it; None unless they can.
@@ -175,11 +172,6 @@ class EliasFanoCodec(Codec):
         ranks, high, low = (field.numpy() for field in fields[:3])
         return native.EliasFano(ranks.view(self._rank), high.view(np.uint64), low.view(np.uint32))
 
-    def _places(self, fields: Sequence[Tensor]) -> native.Places:
-        arrays = self._arrays(fields)
-        arrays = arrays._replace(ranks=arrays.ranks[: len(self._bucket_of_region)])
-        return native.Places.elias_fano(arrays, self._described, self.low, self.capacity)
-
     def placer(self, fields: Sequence[Tensor]) -> Callable[[np.ndarray], None]:
         arrays = self._arrays(fields)
         described = self.numel, self._described, self.low, self.capacity, arrays
@@ -189,7 +181,7 @@ class EliasFanoCodec(Codec):
         *fields, values, rest = self._fields(memory)
         rest.zero_()
         codes = self.field.codes(values)
-        if codes is None:
+        if codes is None or not self.values.few_bits:
             return None
         written = self.numel, self._described, self.low, self.capacity, self._arrays(fields)
         return native.Outgoing(*written, codes, values.numpy())
@@ -217,7 +209,7 @@ class EliasFanoCodec(Codec):
         if run < 0:
             return -1
         inside = min(position, int(self._ends[run]) - 1) - int(self._starts[run])
-        return int(self._regions[run]) + (inside >> self.low + _REGION)
+        return int(self._regions[run]) + (inside >> self.low + REGION_BITS)
 
     def _positions(self, arrays: native.EliasFano, ranks: np.ndarray, first: int, last: int) -> np.ndarray:
         """int64, the positions in the regions from ``first`` to before ``last``.
@@ -261,16 +253,21 @@ class EliasFanoCodec(Codec):
 
     def inbox(self, messages: Tensor) -> Inbox | None:
         *fields, values, _ = messages.split(self._split_sizes, dim=1)
-        found = [self.field.compiled(field, self._places(own)) for *own, field in zip(*fields, values, strict=True)]
-        known = [message for message in found if message is not None]
-        ranks = fields[0].numpy().view(self._rank)[:, : len(self._bucket_of_region)]
+        known, regions = [], len(self._bucket_of_region)
+        for *own, field in zip(*fields, values, strict=True):
+            arrays, codes = self._arrays(own), self.field.codes(field)
+            if codes is None:
+                return None
+            arrays = arrays._replace(ranks=arrays.ranks[:regions])
+            known.append(native.Message.elias_fano(arrays, self._described, self.low, self.capacity, codes))
+        ranks = fields[0].numpy().view(self._rank)[:, :regions]
 
         def read() -> list[native.Message]:
             if not (native.usable() and native.sound(known)):
                 self._checked(ranks.astype(np.int64))  # says what is wrong
             return known
 
-        return read if len(known) == len(messages) else None
+        return read
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         ranks, high, low, field, _ = self._fields(message)

@@ -3,10 +3,7 @@
 ========= ================================================ ===================================
 layout    positions                                        header
 ========= ================================================ ===================================
-dense     none, the value of every element is sent         none
 eliasfano quotients in unary, remainders in binary         uint32, entries before every region
-block16   16-bit offset in a block of 65 536 elements      int32, entries of every block
-block8    8-bit offset in a block of 256 elements          int16, entries of every block
 coo       int32 position in the span                       int32, entries
 bitmap    one bit for every element of the span            none
 ========= ================================================ ===================================
@@ -26,8 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import MESSAGE_BYTES
-from lightning_safusion.comm.wire.blocks import Block8Codec, Block16Codec
 from lightning_safusion.comm.wire.codec import (
     Codec,
     Reader,
@@ -38,57 +33,12 @@ from lightning_safusion.comm.wire.codec import (
     positions_to_write,
 )
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
-from lightning_safusion.comm.wire.values import VALUES, FloatField, Values, fill, packed, scale_edges, unpacked
+from lightning_safusion.comm.wire.values import VALUES, Values, fill, packed, scale_edges, unpacked
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.kernels.cuda import serves
+from lightning_safusion.kernels.fields import MESSAGE_BYTES
 from lightning_safusion.lookup import look_up
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.torch_view import find_marked
-
-
-class DenseCodec(Codec):
-    """The value of every element and no positions: the smallest message at high density."""
-
-    layout = "dense"
-    value_field = 0
-    has_kernel = False
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        values = shape.values
-        if values.few_bits:
-            raise ValueError(f"dense messages have zeros, which {values.name!r} has not: use bitmap-{values.name}")
-        self._floats = FloatField(values.dtype, shape.numel)
-
-    @property
-    def field_bytes(self) -> tuple[int, ...]:
-        return (self._floats.nbytes,)
-
-    def write(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
-        coded = self._floats.cast(selection.values)
-        # The padding, whose own positions are those of other entries, gets places behind the span.
-        positions, padding = selection.indices, 0
-        if not isinstance(selection.count, int):
-            padding = len(positions)
-            places = torch.arange(padding, device=positions.device)
-            positions = torch.where(places < selection.count, positions, self.numel + places)
-        span = torch.zeros(self.numel + padding, dtype=self.values.dtype, device=coded.device)
-        span.index_copy_(0, positions, coded)
-        fields[0].view(self.values.dtype).copy_(span[: self.numel])
-        return coded.float() if echo else selection.values
-
-    def reader(self, message: Tensor) -> Reader:
-        field, _ = self._fields(message)
-
-        def between(start: int, stop: int) -> tuple[Tensor, Tensor]:
-            indices = torch.arange(start, stop)
-            return indices, self._floats.read(indices, field, start)
-
-        return between
-
-    def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        indices = torch.arange(self.numel, device=message.device)
-        return indices, self._floats.read(indices, self._fields(message)[0])
 
 
 class CooCodec(Codec):
@@ -104,7 +54,7 @@ class CooCodec(Codec):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         if shape.numel >= 2**31:
-            raise ValueError(f"coo cannot address {shape.numel} elements (2^31 or more): use block16 or split the span")
+            raise ValueError(f"coo cannot address {shape.numel} elements (2^31 or more): use eliasfano")
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
@@ -137,7 +87,7 @@ class CooCodec(Codec):
 
 
 class BitmapCodec(Codec):
-    """One bit for every element of the span: smaller than 16-bit offsets above a density of 1/16."""
+    """One bit for every element of the span: the smallest message at high density."""
 
     layout = "bitmap"
     value_field = 1
@@ -180,19 +130,14 @@ class BitmapCodec(Codec):
 
     def decode_padded(self, message: Tensor) -> tuple[Tensor, Tensor]:
         bits, field, _ = self._fields(message)
-        if serves(bits.device):
-            from lightning_safusion.kernels.cuda import wire  # imports Triton
-
-            indices, count = wire.decode_bitmap(bits.view(torch.int32), self.capacity), unpacked(bits, 1).sum()
-        else:
-            indices, count = find_marked(unpacked(bits, 1).bool(), self.capacity)
+        indices, count = find_marked(unpacked(bits, 1).bool(), self.capacity)
         return self._padded(indices, field, count)
 
 
 _LOSSLESS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_CODECS: dict[str, type[Codec]] = {
-    codec.layout: codec for codec in (DenseCodec, EliasFanoCodec, Block16Codec, Block8Codec, BitmapCodec, CooCodec)
-}
+_CODECS: dict[str, type[Codec]] = {codec.layout: codec for codec in (EliasFanoCodec, BitmapCodec, CooCodec)}
+#: Layouts of earlier versions, whose messages were no smaller than those of another.
+_GONE = {"block16": "eliasfano", "block8": "eliasfano", "dense": "bitmap"}
 
 # The format that kernels of devices write is taken unless another is smaller by a ninth; a 25th if values are large.
 _SERVED, _SERVED_LARGE = 8 / 9, 24 / 25
@@ -200,19 +145,21 @@ _SERVED, _SERVED_LARGE = 8 / 9, 24 / 25
 
 def available_wires() -> tuple[str, ...]:
     """Names that :func:`resolve_codec` takes."""
-    pairs = itertools.product(_CODECS, VALUES.values())
-    named = [f"{layout}-{values.name}" for layout, values in pairs if layout != "dense" or not values.few_bits]
-    return ("auto", *VALUES, *named)
+    return ("auto", *VALUES, *(f"{layout}-{values}" for layout, values in itertools.product(_CODECS, VALUES)))
 
 
 def value_format(wire: str, grad_dtype: torch.dtype = torch.float32) -> Values:
     """The value format of a wire format; see :func:`resolve_codec`.
 
     Raises:
-        ValueError: If the name is unknown.
+        ValueError: If the name is unknown, or its layout is no more.
     """
+    layout, _, values = wire.rpartition("-")
+    if layout in _GONE and values in VALUES:
+        better = f"{_GONE[layout]}-{values}"
+        raise ValueError(f"wire={wire!r} is no more: use {better!r}, or {values!r} for the smallest layout")
     look_up("wire format", wire, dict.fromkeys(available_wires()))
-    return VALUES[_LOSSLESS.get(grad_dtype, "fp32") if wire == "auto" else wire.rpartition("-")[2]]
+    return VALUES[_LOSSLESS.get(grad_dtype, "fp32") if wire == "auto" else values]
 
 
 def message_bytes(wire: str, numel: int, entries: int, grad_dtype: torch.dtype = torch.float32) -> int:
@@ -233,7 +180,7 @@ def resolve_codec(
     Args:
         wire: ``"auto"``: the smallest format that is lossless for the dtype of the gradients; ``"fp32"``, ``"bf16"``,
             ``"fp16"``, ``"q4"``, ``"q2"`` or ``"sign"``: the smallest format with these values; or a layout and values,
-            such as ``"block16-bf16"``.
+            such as ``"eliasfano-bf16"``.
         numel: Elements of the span.
         capacity: Most elements that a selection may hold.
         grad_dtype: Dtype of the gradients; 16-bit gradients are sent in their own dtype with ``"auto"``, all others in
@@ -253,8 +200,6 @@ def resolve_codec(
     if layout:
         return _CODECS[layout](shape)
     layouts = [codec for codec in _CODECS.values() if codec is not CooCodec or numel < 2**31]
-    # block8 saves little next to values of 16 and 32 bits, and has no kernel
-    layouts.remove(Block8Codec if not values.few_bits else DenseCodec)
     # what a message is rounded up to anyway is no reason to leave the format that has kernels on devices
     unit, factor = (MESSAGE_BYTES, _SERVED) if values.few_bits else (1, _SERVED_LARGE)
     weight = {EliasFanoCodec.layout: factor}

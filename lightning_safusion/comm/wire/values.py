@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,8 +26,6 @@ class ValueField(ABC):
 
     #: Bytes.
     nbytes: int
-    #: A Triton kernel writes them.
-    has_kernel: ClassVar[bool] = False
 
     @abstractmethod
     def write(self, indices: Tensor, values: Tensor, field: Tensor, echo: bool = True) -> Tensor:
@@ -48,12 +45,8 @@ class ValueField(ABC):
     def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
         """float32 [K], the values of positions (int64 [K]) that follow each other in the field, from ``first`` on."""
 
-    def compiled(self, field: Tensor, places: native.Places) -> native.Message | None:
-        """The message with this field as compiled kernels read it; None if they cannot."""
-        return None
-
     def codes(self, field: Tensor) -> native.Codes | None:
-        """The field as compiled kernels write values of a few bits; None if they do not."""
+        """The field as compiled kernels read and write it; None if they cannot."""
         return None
 
 
@@ -65,8 +58,6 @@ class FloatField(ValueField):
         capacity: Most values.
         edges: As in :class:`Values`; not used.
     """
-
-    has_kernel = True
 
     def __init__(self, dtype: torch.dtype, capacity: int, edges: Sequence[int] = ()) -> None:
         self.dtype = dtype
@@ -88,12 +79,11 @@ class FloatField(ValueField):
     def read(self, indices: Tensor, field: Tensor, first: int = 0) -> Tensor:
         return field.view(self.dtype)[first : first + len(indices)].float()
 
-    def compiled(self, field: Tensor, places: native.Places) -> native.Message | None:
+    def codes(self, field: Tensor) -> native.Codes | None:
         if self.dtype == torch.float16:
             return None
         values = field.view(self.dtype)
-        bits = 8 * self.dtype.itemsize
-        return native.Message(places, (values if bits == 32 else values.view(torch.uint16)).numpy(), bits)
+        return native.Codes.floats((values if self.dtype == torch.float32 else values.view(torch.uint16)).numpy())
 
 
 class QuantizedField(ValueField):
@@ -154,16 +144,11 @@ class QuantizedField(ValueField):
         codes = unpacked(written, self.bits)[skipped : skipped + len(indices)]
         return self._values(codes, self._coarse(field).float()[self._parts(indices)])
 
-    def compiled(self, field: Tensor, places: native.Places) -> native.Message | None:
-        codes = self.codes(field)
-        return native.Message(places, codes.codes, self.bits, codes.scales, self.starts)
-
     def _coarse(self, field: Tensor) -> Tensor:
         """bfloat16, the scales in a field."""
         return field[self.code_bytes :][: 2 * len(self.starts)].view(torch.bfloat16)
 
     def codes(self, field: Tensor) -> native.Codes:
-        """A field as compiled kernels see it."""
         scales = self._coarse(field).view(torch.uint16).numpy()
         return native.Codes(field[: self.code_bytes].numpy(), scales, self.starts, self.bits)
 

@@ -29,13 +29,11 @@ from lightning_safusion.kernels.cpu.messages import (
     Codes,
     EliasFano,
     Message,
-    Places,
     check_entries,
     mark,
     marked,
     mean_into,
     number_marked,
-    positions,
     quantize,
     sound,
     take,
@@ -43,6 +41,5 @@ from lightning_safusion.kernels.cpu.messages import (
     take_out_message,
     values,
     write_elias_fano,
-    write_offsets,
 )
 from lightning_safusion.kernels.cpu.shards import Outgoing, leaving, write_messages

@@ -184,8 +184,8 @@ int64_t safusion_sound(const struct message *messages, int64_t number)
 {
     for (int64_t m = 0; m < number; m++) {
         const struct message *of = messages + m;
-        int wrong = rank_at(of, 0) != 0 || rank_at(of, of->blocks) > of->room;
-        for (int64_t region = 0; region < of->blocks; region++) wrong |= rank_at(of, region) > rank_at(of, region + 1);
+        int wrong = rank_at(of, 0) != 0 || rank_at(of, of->regions) > of->room;
+        for (int64_t region = 0; region < of->regions; region++) wrong |= rank_at(of, region) > rank_at(of, region + 1);
         if (wrong) return m;
     }
     return number;

@@ -19,7 +19,7 @@ static inline int64_t rank_of(const void *ranks, int64_t room, int64_t region)
 /* Entries before a region of a message. */
 static inline int64_t rank_at(const struct message *of, int64_t region)
 {
-    return rank_of((const void *)(intptr_t)of->ends, of->room, region);
+    return rank_of((const void *)(intptr_t)of->ranks, of->room, region);
 }
 
 static inline int64_t buckets_of(const struct run *run, int64_t low_bits)

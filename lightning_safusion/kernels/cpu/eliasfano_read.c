@@ -258,7 +258,7 @@ INLINE int add_region(struct reading *at, const struct run *run, int64_t region,
     while (entry < last && before < at->start + at->size - 1) {
         struct batch *batch = at->batches + at->found % (LATE + 1);
         if (bit >= end) return 0; /* not as many as the ranks say */
-        find_bits(batch, (const uint8_t *)(intptr_t)from->offsets, bit, end, at->taken);
+        find_bits(batch, (const uint8_t *)(intptr_t)from->positions, bit, end, at->taken);
         const int64_t number = batch->number, zeros = (bit & ~INT64_C(7)) - run->bucket - entry;
         bit = (bit & ~INT64_C(7)) + 8 * at->taken;
         batch->entry = entry;
@@ -272,7 +272,7 @@ INLINE int add_region(struct reading *at, const struct run *run, int64_t region,
         take_batch(at);
     }
     if (at->start + at->size < behind) return 1;
-    return entry == last && none_set((const uint8_t *)(intptr_t)from->offsets, bit, end);
+    return entry == last && none_set((const uint8_t *)(intptr_t)from->positions, bit, end);
 }
 
 CLONES static int add_runs(struct reading *at)

@@ -12,7 +12,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define VERSION 15 /* of the functions and their arguments; library.py has the same number */
+#define VERSION 16 /* of the functions and their arguments; library.py has the same number */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -35,13 +35,12 @@ static inline float as_float(uint32_t bits)
     return number;
 }
 
-/* What a rank has sent, still encoded: all addresses and numbers are int64, as messages.py writes them. */
+/* What a rank has sent, still encoded: addresses and numbers. ../fields.py says what each is. */
+enum { EVERY, LISTED, ELIAS_FANO };
 struct message {
-    int64_t offsets, offset_bits; /* 8 or 16, in blocks; 64: positions in the span; 0: a value for each; 1: Elias-Fano */
-    int64_t ends, blocks;         /* entries before each block, and in all */
-    int64_t values, value_bits;   /* 32: float32; 16: bfloat16; 4, 2, 1: codes, the first of a byte in its lowest bits */
-    int64_t scales, starts, parts; /* of codes: a bfloat16 for each part of the span, and where these begin */
-    int64_t low, low_bits, runs, run_count, room; /* of Elias-Fano, whose high bits are the offsets, and ranks the ends */
+    int64_t kind, values, value_bits, room, positions;
+    int64_t scales, starts, parts;
+    int64_t ranks, regions, low, low_bits, runs, run_count;
 };
 
 /* target[position - start] += factor * value for what a message has of a run of elements; whether it is sound. */

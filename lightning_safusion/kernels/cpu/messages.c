@@ -1,33 +1,7 @@
-/* Wire formats: positions as offsets in blocks, values as codes of a few bits. */
+/* Wire formats: bitmaps, values as codes of a few bits, and what a message adds to a run of elements. */
 #include "messages.h"
 
 #define FEW_CODES 256 /* that are made before they are packed */
-
-void safusion_positions(const void *offsets, int64_t offset_bits, const int64_t *counts, int64_t blocks,
-                        int64_t first_block, int64_t *positions)
-{
-    const uint8_t *narrow = offsets;
-    const uint16_t *wide = offsets;
-    int64_t entry = 0;
-    for (int64_t b = 0; b < blocks; b++)
-        for (int64_t last = entry + counts[b]; entry < last; entry++)
-            positions[entry] = (first_block + b) << offset_bits | (offset_bits == 8 ? narrow[entry] : wide[entry]);
-}
-
-/* Counts are zero at first; what lies behind the last block is counted in none. */
-void safusion_offsets(const void *positions, int64_t position_bits, int64_t size, int64_t offset_bits, int64_t blocks,
-                      void *counts, void *offsets)
-{
-    for (int64_t entry = 0; entry < size; entry++) {
-        const uint64_t position = (uint64_t)position_of(positions, position_bits, entry);
-        const uint64_t block = position >> offset_bits;
-        if (offset_bits == 8) ((uint8_t *)offsets)[entry] = (uint8_t)position;
-        else ((uint16_t *)offsets)[entry] = (uint16_t)position;
-        if (block >= (uint64_t)blocks) continue;
-        if (offset_bits == 8) ((int16_t *)counts)[block]++;
-        else ((int32_t *)counts)[block]++;
-    }
-}
 
 /* Sets a bit for each position below a number; all are zero at first, and the first of a byte is its lowest. */
 void safusion_mark(const void *positions, int64_t position_bits, int64_t size, int64_t below, uint8_t *bitmap)
@@ -169,19 +143,14 @@ int64_t safusion_values(const int64_t *positions, int64_t size, const int64_t *s
     return entry == size;
 }
 
-/* The first entry that is not before a position. */
-static int64_t first_entry(const struct message *of, int64_t position)
+/* The first entry that is not before a position, of a message that lists them. */
+static int64_t first_listed(const struct message *of, int64_t position)
 {
-    if (of->offset_bits == 0) return position;
-    const int64_t *ends = (const int64_t *)(intptr_t)of->ends;
-    const void *offsets = (const void *)(intptr_t)of->offsets;
-    int64_t block = of->offset_bits == 64 ? 0 : position >> of->offset_bits;
-    if (block >= of->blocks) return ends[of->blocks];
-    int64_t entry = ends[block], wanted = position;
-    if (of->offset_bits < 64) wanted &= (INT64_C(1) << of->offset_bits) - 1;
-    for (int64_t step = ends[block + 1] - entry; step > 0;) {
+    const int64_t *positions = (const int64_t *)(intptr_t)of->positions;
+    int64_t entry = 0;
+    for (int64_t step = of->room; step > 0;) {
         int64_t half = step / 2;
-        if (position_of(offsets, of->offset_bits, entry + half) < wanted) entry += half + 1, step -= half + 1;
+        if (positions[entry + half] < position) entry += half + 1, step -= half + 1;
         else step = half;
     }
     return entry;
@@ -193,55 +162,22 @@ CLONES static void add_all(const float *restrict values, int64_t size, float fac
     for (int64_t i = 0; i < size; i++) target[i] += values[i] * factor;
 }
 
-/* Compiled for each kind of offsets and of values. */
-INLINE void add_entries(const struct message *from, int64_t start, int64_t size, float factor, float *target,
-                        const int64_t offset_bits, const int64_t value_bits)
+static void add_listed(const struct message *from, int64_t start, int64_t size, float factor, float *target)
 {
-    const int64_t *ends = (const int64_t *)(intptr_t)from->ends;
-    const void *offsets = (const void *)(intptr_t)from->offsets, *values = (const void *)(intptr_t)from->values;
-    const int64_t bits = from->value_bits, mask = (1 << (bits & 7)) - 1;
-    int64_t entry = first_entry(from, start), block = offset_bits == 64 ? 0 : start >> offset_bits, part = 0, next = 0;
-    float table[16], scale = 1;
-    if (value_bits < 16) {
-        if (!from->parts) return;
-        level_table(bits, table);
-        part = part_of(from, start);
-        next = end_of(from, part);
-        scale = scale_of_part(from, part);
-    }
-    for (; block < from->blocks; block++) {
-        const int64_t base = (offset_bits == 64 ? 0 : block << offset_bits) - start;
-        if (base >= size) return;
-        for (const int64_t last = ends[block + 1]; entry < last; entry++) {
-            const int64_t place = base + position_of(offsets, offset_bits, entry);
-            float value;
-            if ((uint64_t)place >= (uint64_t)size) return;
-            if (value_bits == 32) value = ((const float *)values)[entry];
-            else if (value_bits == 16) value = as_float((uint32_t)((const uint16_t *)values)[entry] << 16);
-            else {
-                while (start + place >= next) {
-                    next = end_of(from, ++part);
-                    scale = scale_of_part(from, part);
-                }
-                const int64_t bit = entry * bits;
-                value = table[((const uint8_t *)values)[bit >> 3] >> (bit & 7) & mask] * scale;
-            }
-            target[place] += value * factor;
-        }
+    const int64_t *positions = (const int64_t *)(intptr_t)from->positions;
+    const float *values = (const float *)(intptr_t)from->values;
+    for (int64_t entry = first_listed(from, start); entry < from->room; entry++) {
+        const int64_t place = positions[entry] - start;
+        if ((uint64_t)place >= (uint64_t)size) return;
+        target[place] += values[entry] * factor;
     }
 }
 
 int add_message(const struct message *from, int64_t start, int64_t size, float factor, float *target, int cached)
 {
-    if (from->offset_bits == 1) return add_elias_fano(from, start, size, factor, target, cached);
-#define KIND(OFFSETS)                                                                                     \
-    if (from->value_bits == 32) add_entries(from, start, size, factor, target, OFFSETS, 32);              \
-    else if (from->value_bits == 16) add_entries(from, start, size, factor, target, OFFSETS, 16);         \
-    else add_entries(from, start, size, factor, target, OFFSETS, 4)
-    if (from->offset_bits == 0) add_all((const float *)(intptr_t)from->values + start, size, factor, target);
-    else if (from->offset_bits == 8) { KIND(8); }
-    else if (from->offset_bits == 16) { KIND(16); }
-    else { KIND(64); }
+    if (from->kind == ELIAS_FANO) return add_elias_fano(from, start, size, factor, target, cached);
+    if (from->kind == LISTED) add_listed(from, start, size, factor, target);
+    else add_all((const float *)(intptr_t)from->values + start, size, factor, target);
     return 1;
 }
 
@@ -249,9 +185,9 @@ float largest_value(const struct message *of, int64_t start, int64_t stop)
 {
     const void *values = (const void *)(intptr_t)of->values;
     if (start >= stop) return 0;
-    const int in_order = of->offset_bits == 1;
-    int64_t first = in_order ? near_entry(of, start, 0) : first_entry(of, start);
-    const int64_t last = in_order ? near_entry(of, stop - 1, 1) : first_entry(of, stop);
+    int64_t first = start, last = stop;
+    if (of->kind == ELIAS_FANO) first = near_entry(of, start, 0), last = near_entry(of, stop - 1, 1);
+    if (of->kind == LISTED) first = first_listed(of, start), last = first_listed(of, stop);
     uint32_t bits = 0;
     if (of->value_bits == 32) bits = (uint32_t)largest((const int32_t *)values + first, last - first);
     for (; of->value_bits == 16 && first < last; first++) {

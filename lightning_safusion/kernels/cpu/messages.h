@@ -1,11 +1,9 @@
 /* What the sources share that read and write messages. */
 #include "kernels.h"
 
-/* Offsets of 8 or 16 bits, positions of 32 or 64. */
+/* Positions have 32 or 64 bits. */
 static inline int64_t position_of(const void *positions, int64_t bits, int64_t entry)
 {
-    if (bits == 8) return ((const uint8_t *)positions)[entry];
-    if (bits == 16) return ((const uint16_t *)positions)[entry];
     return bits == 32 ? ((const int32_t *)positions)[entry] : ((const int64_t *)positions)[entry];
 }
 

@@ -1,93 +1,82 @@
-"""Messages: their mean, and their formats (offsets in blocks, bitmaps, codes of a few bits)."""
+"""Messages: their mean, and their formats (Elias and Fano's positions, bitmaps, codes of a few bits)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from lightning_safusion.kernels.cpu.library import Parts, address, empty, kernels, shared
+from lightning_safusion.kernels.fields import Encoded, Positions
 
-_NONE, _NO_ENDS, _NO_SCALES = np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.uint16)
-_DENSE, _ELIAS_FANO = 0, 1  # in place of the bits of an offset
+_NONE, _NO_SCALES = np.empty(0, np.int64), np.empty(0, np.uint16)
 _PAST_CACHES = 1 << 18  # elements that have left the caches by the time that they are read
 
 
-class Places:
-    """Where the entries of a message are, in arrays that stay where they are.
+class Codes(NamedTuple):
+    """Values as compiled kernels read and write them.
 
     Args:
-        described: The first members of ``struct message``: offsets, their kind, ends, and their number.
-        more: Its last members.
-        held: The arrays whose addresses these are.
+        codes: float32 or uint16 (the bits of bfloat16) [K or more]; or uint8 [K / 8 * bits or more]: of each value a
+            level, and the sign in the highest bit, the first of a byte in its lowest bits.
+        scales: uint16 [P], bits of a bfloat16 for each part; none of floats.
+        starts: int64 [P], the first position of each part, ascending.
+        bits: Of a value: 32, 16, 4, 2 or 1.
     """
 
-    def __init__(self, described: Sequence[int], held: Sequence[np.ndarray], more: Sequence[int] = (0,) * 5) -> None:
-        self.described, self.held, self.more = described, held, more
+    codes: np.ndarray
+    scales: np.ndarray
+    starts: np.ndarray
+    bits: int
 
     @classmethod
-    def in_blocks(cls, offsets: np.ndarray, ends: np.ndarray) -> Places:
-        """Offsets in blocks.
+    def floats(cls, values: np.ndarray) -> Codes:
+        """Values in float32, or the bits of bfloat16."""
+        return cls(values, _NO_SCALES, _NONE, 8 * values.itemsize)
 
-        Args:
-            offsets: uint8 or uint16 [K or more], in blocks of 256 or 65536 elements; int64: positions in the span.
-            ends: int64 [blocks + 1], entries before each block, and in all.
-        """
-        return cls([at(offsets), 8 * offsets.itemsize, at(ends), len(ends) - 1], [offsets, ends])
-
-    @classmethod
-    def elias_fano(cls, fields: EliasFano, runs: np.ndarray, low_bits: int, room: int) -> Places:
-        """Positions as :func:`write_elias_fano` writes them.
-
-        Args:
-            fields: Of the message.
-            runs: As there.
-            low_bits: As there.
-            room: For entries.
-        """
-        described = [at(fields.high), _ELIAS_FANO, at(fields.ranks), len(fields.ranks) - 1]
-        return cls(described, [*fields, runs], [at(fields.low), low_bits, at(runs), len(runs), room])
+    def members(self) -> dict[str, int]:
+        """What :class:`Encoded` says of them."""
+        parts = {"scales": at(self.scales), "starts": at(self.starts), "parts": len(self.starts)}
+        return {"values": at(self.codes), "value_bits": self.bits, **parts}
 
 
 class Message:
     """A rank's message, still encoded, in arrays that stay where they are.
 
     Args:
-        places: Of its entries.
-        values: float32 or uint16 (the bits of bfloat16) [K or more], or uint8, codes as :func:`quantize` writes them.
-        bits: Of a value.
-        scales: uint16 [P], of codes: bits of a bfloat16 for each part.
-        starts: int64 [P], the first position of each part, ascending.
+        encoded: Where these are.
+        held: They themselves.
 
     Attributes:
         described: int64 [14], ``struct message``; holds as long as this does.
     """
 
-    def __init__(
-        self,
-        places: Places,
-        values: np.ndarray,
-        bits: int,
-        scales: np.ndarray = _NO_SCALES,
-        starts: np.ndarray = _NONE,
-    ) -> None:
-        self._held = places, values, scales, starts
-        coded = [at(values), bits, at(scales), at(starts), len(starts)]
-        self.described = np.array([*places.described, *coded, *places.more], np.int64)
+    def __init__(self, encoded: Encoded, *held: Any) -> None:
+        self.described, self._held = np.array(encoded, np.int64), held
 
     @classmethod
     def dense(cls, values: Tensor) -> Message:
         """A value for every position (float32, contiguous)."""
-        return cls(Places([at(_NONE), _DENSE, at(_NO_ENDS), 0], []), values.numpy(), 32)
+        codes = Codes.floats(values.numpy())
+        return cls(Encoded(Positions.EVERY, **codes.members()), codes)
 
     @classmethod
     def decoded(cls, indices: Tensor, values: Tensor) -> Message:
         """Ascending positions (int64 [K]) and values (float32 [K])."""
-        places = Places.in_blocks(indices.numpy(), np.array([0, len(indices)]))
-        return cls(places, values.contiguous().numpy(), 32)
+        positions, codes = indices.numpy(), Codes.floats(values.contiguous().numpy())
+        members = codes.members()
+        return cls(Encoded(Positions.LISTED, **members, room=len(positions), positions=at(positions)), positions, codes)
+
+    @classmethod
+    def elias_fano(cls, fields: EliasFano, runs: np.ndarray, low_bits: int, room: int, codes: Codes) -> Message:
+        """Positions as :func:`write_elias_fano` writes them, with its arguments, and values."""
+        places = {"positions": at(fields.high), "ranks": at(fields.ranks), "regions": len(fields.ranks) - 1}
+        lower = {"low": at(fields.low), "low_bits": low_bits, "runs": at(runs), "run_count": len(runs)}
+        encoded = Encoded(Positions.ELIAS_FANO, **codes.members(), room=room, **places, **lower)
+        return cls(encoded, fields, runs, codes)
 
 
 def at(array: np.ndarray) -> int:
@@ -181,35 +170,6 @@ def check_entries(number: int, room: int) -> None:
         raise ValueError(f"a message with {number} entries has room for {room}: it is damaged")
 
 
-def positions(offsets: np.ndarray, counts: np.ndarray, first_block: int = 0) -> np.ndarray:
-    """Positions (int64 [K]) from offsets (uint8 or uint16 [K or more]) in blocks of 256 or 65536 elements.
-
-    Args:
-        offsets: Those of the first block, of the second, and so on; ValueError if there are fewer than entries.
-        counts: Entries of each block.
-        first_block: Number of the first block in the span.
-    """
-    number = int(counts.sum())
-    check_entries(number, len(offsets))
-    found = empty(number, np.int64)
-    bits, numbers = 8 * offsets.itemsize, counts.astype(np.int64)
-    kernels().safusion_positions(offsets, bits, numbers, len(counts), first_block, found)
-    return found
-
-
-def write_offsets(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> None:
-    """The inverse of :func:`positions`.
-
-    Args:
-        positions: int32 or int64 [K], not negative; those behind the last block are counted in none.
-        counts: int16 or int32 [blocks], is written: entries of each block of 256 or 65536 elements.
-        offsets: uint8 or uint16 [K or more], the first K are written.
-    """
-    counts[:] = 0
-    described = positions, 8 * positions.itemsize, len(positions)
-    kernels().safusion_offsets(*described, 8 * offsets.itemsize, len(counts), counts, offsets)
-
-
 class EliasFano(NamedTuple):
     """Fields of a message.
 
@@ -262,22 +222,6 @@ def mark(positions: np.ndarray, bitmap: np.ndarray) -> None:
     """The inverse of :func:`marked`: writes the whole bitmap, without positions (int32 or int64 [K]) behind its end."""
     bitmap[:] = 0
     kernels().safusion_mark(positions, 8 * positions.itemsize, len(positions), 8 * len(bitmap), bitmap)
-
-
-class Codes(NamedTuple):
-    """Values in a few bits: of each a level, and the sign in the highest bit.
-
-    Args:
-        codes: uint8 [K / 8 * bits or more], the first of a byte in its lowest bits.
-        scales: uint16 [P], bits of a bfloat16 for each part.
-        starts: int64 [P], the first position of each part, ascending.
-        bits: Of a code: 1, 2 or 4.
-    """
-
-    codes: np.ndarray
-    scales: np.ndarray
-    starts: np.ndarray
-    bits: int
 
 
 def quantize(positions: np.ndarray, values: np.ndarray, into: Codes, sent: np.ndarray | None = None) -> bool:

@@ -7,8 +7,7 @@ cannot be used, and for other parts than the kernels know, the PyTorch operation
 ``buffer.BufferKernels`` takes a buffer from gradients to a message in 7 launches, or 10 where tensors share a pool, and
 from the messages of all ranks to means in 1; ``owners.OwnerKernels`` does so where shards have owners, who add up and
 select again in 7; ``chosen`` has the kernels for other compressors than Top-k; ``buffer.WindowKernels`` ends a window
-of all buffers in 1. ``tables`` says how a buffer is described to them. ``wire.encode`` writes values, positions, counts
-and padding of other formats in 1 launch, ``wire.decode_*`` reads them in 1 or 2.
+of all buffers in 1. ``tables`` says how a buffer is described to them.
 
 Nothing here waits for the device, and every result is the same bits in every run: atomics add integers only, and
 floating sums have a fixed order.

@@ -12,14 +12,15 @@ import triton.language as tl
 
 from lightning_safusion.kernels.cuda import tables
 from lightning_safusion.kernels.cuda.launch import VERSION
+from lightning_safusion.kernels.fields import NARROW_RANKS, REGION_BITS, Notice, TensorFlag
 
 #: The bits of a float32 without its sign order magnitudes as integers; from the second number on it is not finite.
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)
 
 #: Bits of a tensor's flag in the header of a message, and of the notices of its sender.
-FRESH, BAD = tl.constexpr(1), tl.constexpr(2)
-FAILED = tl.constexpr(1)
+FRESH, BAD = tl.constexpr(TensorFlag.FRESH.value), tl.constexpr(TensorFlag.BAD.value)
+FAILED = tl.constexpr(Notice.FAILED.value)
 
 #: Rows of the table of tensors, or parts of them, int32 [15, T + 1]: its first element; how many of them are sent; how
 #: many chunks, buckets, regions and parts there are before it; the elements of a part, as a power of two; how many
@@ -44,8 +45,9 @@ RANKS, HIGH, LOW, CODES, SCALES = tl.constexpr(4), tl.constexpr(5), tl.constexpr
 END, HEADER_BYTES, START, ROOM = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11), tl.constexpr(12)
 EARLIER_ENTRIES, EARLIER_PARTS, VALUES_KIND = tl.constexpr(13), tl.constexpr(14), tl.constexpr(15)
 DESCRIPTION = tl.constexpr(16)
-# With room for fewer entries than this the ranks of a message have 16 bits, else 32.
-_FEW_ENTRIES = tl.constexpr(1 << 16)
+_NARROW_RANKS = tl.constexpr(NARROW_RANKS)
+#: Buckets of a region, as a power of two.
+REGION = tl.constexpr(REGION_BITS)
 #: Kinds of values beside those of numbers.
 FOUR_BITS, ANY_VALUES = tl.constexpr(tables.FOUR_BITS), tl.constexpr(tables.ANY_VALUES)
 
@@ -53,7 +55,7 @@ FOUR_BITS, ANY_VALUES = tl.constexpr(tables.FOUR_BITS), tl.constexpr(tables.ANY_
 @triton.jit
 def wide_ranks(shape: tl.tensor) -> tl.tensor:
     """1 if the ranks of a message have 32 bits, 0 if they have 16; ``shape`` describes it."""
-    return (tl.load(shape + CAPACITY) >= _FEW_ENTRIES).to(tl.int32)
+    return (tl.load(shape + CAPACITY) >= _NARROW_RANKS).to(tl.int32)
 
 
 @triton.jit

@@ -34,6 +34,7 @@ from lightning_safusion.kernels.cuda.elements import (
     QUOTAS,
     RANKED,
     RANKS,
+    REGION,
     REGION_COUNT,
     REGIONS,
     ROOM,
@@ -49,7 +50,6 @@ from lightning_safusion.kernels.cuda.elements import (
     wide_ranks,
 )
 
-_REGION = tl.constexpr(9)  # buckets of a region, as a power of two
 _WIDE = tl.constexpr(512)  # tensors or chunks that are looked at together
 _MOST_BFLOAT16 = tl.constexpr(0x7F7F0000)  # bits of the largest bfloat16 as a float32
 
@@ -199,7 +199,7 @@ def write(
     )
     # of a tensor from which nothing is selected only the ranks are written
     items = tl.where(tl.load(row + QUOTAS * (number + 1)) > 0, items, 0)
-    bits = low_bits + _REGION
+    bits = low_bits + REGION
     begun, regions = (start - origin + (1 << bits) - 1) >> bits, (stop - origin + (1 << bits) - 1) >> bits
     regions = tl.where(tl.load(row + RANKED * (number + 1)) != 0, regions, begun)
     lanes, in_list = tl.arange(0, BLOCK), tl.where(listed, items, 0)

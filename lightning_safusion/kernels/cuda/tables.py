@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lightning_safusion.kernels.fields import REGION_BITS
+
 #: Kinds of gradients and second moments, in the order of their numbers in kernels.
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 #: Kinds of values in a message: numbers of the types above by their places, codes of four bits, or any of these.
@@ -25,8 +27,6 @@ SHARING = 32
 # Slots for candidates (elements whose first digit is the limit's or more) that a chunk has for each of its part of a
 # quota, and for each of its elements: where they are too few, a chunk's elements are all read again.
 _LISTED, _MORE = 1.2, 0.015
-# Buckets of a region, as a power of two.
-_REGION = 9
 # Bits of the digits of a key. Short tensors have no room for wide histograms: an element less than so many bytes.
 _WIDE_DIGITS, _SHORT_DIGITS = (11, 10, 10), (8, 8, 8, 7)
 _FEW_ELEMENTS = 6400
@@ -235,7 +235,7 @@ class Tables:
         before, first = self.message.runs.regions, self.edges[:-1]
         tensor = np.repeat(np.arange(self.number), np.diff(before))
         inside = np.arange(before[-1]) - before[tensor]
-        return (first[tensor] + (inside << (self.message.low_bits + _REGION))).astype(np.int32)
+        return (first[tensor] + (inside << (self.message.low_bits + REGION_BITS))).astype(np.int32)
 
     @cached_property
     def tensors(self) -> np.ndarray:
@@ -272,7 +272,7 @@ class Tables:
         runs, dense = self.message.runs, self.lanes != -1
         messages = (self.message,) if self.cut is None else self.cut.messages
         low_bits = np.array([message.low_bits for message in messages])[self.owners]
-        region = np.full(self.number, TILE) if runs is None else 1 << (low_bits + _REGION)
+        region = np.full(self.number, TILE) if runs is None else 1 << (low_bits + REGION_BITS)
         length = np.where(dense, TILE, np.minimum(region, TILE))
         taken = dense | (self.limited > 0)
         parts = []
@@ -286,7 +286,7 @@ class Tables:
                 inside = offset // whole
                 elements = np.minimum(whole, size - inside * whole)
                 rows[1], rows[2] = runs.regions[tensor] + inside, offset - inside * whole
-                rows += [offset, runs.buckets[tensor] + (inside << _REGION), -(-elements >> bits), elements]
+                rows += [offset, runs.buckets[tensor] + (inside << REGION_BITS), -(-elements >> bits), elements]
             parts.append(np.stack(rows))
         return np.concatenate([np.zeros((8, 0), np.int64), *parts], axis=1).astype(np.int32)
 

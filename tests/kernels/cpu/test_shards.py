@@ -12,6 +12,7 @@ import torch
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cpu import Parts
+from lightning_safusion.kernels.fields import Encoded
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 PARTS = Parts.of(np.array([100, 300]), np.array([70, 5]))
@@ -63,7 +64,8 @@ def test_ranks_that_do_not_ascend_are_seen(spoil: int, capacity: int, width: tor
     assert read is not None
     messages = read()
     assert native.sound(messages)
-    memory[1].view(width)[spoil if spoil >= 0 else messages[1].described[3]] = capacity + 1
+    regions = messages[1].described[Encoded._fields.index("regions")]
+    memory[1].view(width)[spoil if spoil >= 0 else regions] = capacity + 1
     assert not native.sound(messages)
     with pytest.raises(ValueError, match="damaged"):
         read()

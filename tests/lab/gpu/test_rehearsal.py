@@ -108,6 +108,6 @@ def test_the_tests_that_wait_for_a_device_are_run(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, capture_output=True, timeout=600, check=True)
     (stage,) = json.loads((tmp_path / "gpu.json").read_text())["stages"]
     figures = {figure["name"]: figure["value"] for figure in stage["figures"]}
-    files = "tests/test_gpu.py", "tests/kernels/cuda/test_wire.py"
+    files = "tests/test_gpu.py", "tests/kernels/cuda/test_serves.py"
     assert all(figures[f"no test of {file} fails"] is True for file in files)
-    assert figures[f"tests of {files[1]} passed"] >= 10
+    assert figures[f"tests of {files[1]} passed"] >= 5
