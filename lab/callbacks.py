@@ -29,12 +29,12 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lab.probe import ConvergenceProbe
 from lab.processes import run_workers
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.bench.team import Place, make_trainer
 from lightning_safusion.callbacks import (
     BufferSizeTuner,
-    ConvergenceProbe,
     OverlapProfiler,
     ReplicaConsistencyCheck,
     TensorMissingRateMonitor,

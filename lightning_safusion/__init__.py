@@ -7,7 +7,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.callbacks import (
     BufferSizeTuner,
-    ConvergenceProbe,
     OverlapProfiler,
     ReplicaConsistencyCheck,
     TensorMissingRateMonitor,
@@ -64,7 +63,6 @@ __all__ = [
     "AutoMemory",
     "BufferSizeTuner",
     "ConstantDensity",
-    "ConvergenceProbe",
     "DGCMemory",
     "DGCWarmup",
     "DecoupledMomentum",

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_safusion import ADTopk, ConvergenceProbe, SAFusionStrategy, Selective
+from lab.probe import ConvergenceProbe
+from lightning_safusion import ADTopk, SAFusionStrategy, Selective
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion import build
 from lightning_safusion.fusion.state import local_state

@@ -1,6 +1,5 @@
 """Callbacks that show what the strategy does, and check it."""
 
-from lightning_safusion.callbacks.convergence import ConvergenceProbe
 from lightning_safusion.callbacks.missing_rate import TensorMissingRateMonitor
 from lightning_safusion.callbacks.overlap import OverlapProfiler
 from lightning_safusion.callbacks.replicas import ReplicaConsistencyCheck
@@ -9,7 +8,6 @@ from lightning_safusion.callbacks.tuner import BufferSizeTuner
 
 __all__ = [
     "BufferSizeTuner",
-    "ConvergenceProbe",
     "OverlapProfiler",
     "ReplicaConsistencyCheck",
     "TensorMissingRateMonitor",

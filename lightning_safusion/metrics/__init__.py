@@ -1,6 +1,5 @@
 """What sparsification does to every tensor, as metrics that add up over steps and ranks."""
 
-from lightning_safusion.metrics.convergence import ConvergenceFigures
 from lightning_safusion.metrics.figures import (
     AchievedDensity,
     BytesSent,
@@ -15,7 +14,6 @@ __all__ = [
     "AchievedDensity",
     "BytesSent",
     "CompressionError",
-    "ConvergenceFigures",
     "MissingRateStatistics",
     "TensorFigures",
     "TensorMissingRate",

@@ -34,7 +34,7 @@ def test_a_strategy_gets_the_options_of_its_row() -> None:
         ("omgs[dense_below=-1]", "dense_below is a number of elements, 0 or more, got -1"),
         ("omgs[offload=1]", "offload is true or false, got '1'"),
         ("omgs[wire=q9]", "unknown wire format 'q9'"),
-        ("omgs[quota=pooled]", "scope='group' has none of"),
+        ("omgs[quota=pooled]", "it needs scope='tensor', got scope='group'"),
         ("omgs[density]", "got 'density'"),
         ("omgs[]", "options are written as in"),
         ("omgs[density=0.1,density=0.2]", "density is given twice"),

@@ -18,8 +18,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_safusion import ConvergenceProbe, SAFusionStrategy, SIDCo
-from lightning_safusion.metrics.convergence import ConvergenceFigures, by_index, convergence_figures
+from lab.probe import ConvergenceFigures, ConvergenceProbe, by_index, convergence_figures
+from lightning_safusion import SAFusionStrategy, SIDCo
 from tests.cluster import Cluster, settings, specs
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
