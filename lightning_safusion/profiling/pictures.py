@@ -6,14 +6,12 @@ Matplotlib is optional: it is imported when something is drawn.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightning_safusion.profiling.figures import PARTS, RankFigures, StepFigures
-from lightning_safusion.profiling.svg import explain
-from lightning_safusion.profiling.timeline import BufferTimeline, Interval, StepTimeline, buffer_name
+from lightning_safusion.profiling.timeline import BufferTimeline, Interval, StepTimeline
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -134,26 +132,19 @@ def _legend() -> list[Artist]:
     return [tick, *(Patch(label=part, **_style(part)) for part in _DRAWN)]
 
 
-class _Bar(NamedTuple):
-    row: int  # 0 is the training loop
-    span: Interval
-    of: str = ""  # the buffer
-
-
-def _bars(step: StepTimeline) -> dict[str, list[_Bar]]:
-    """The bars of each part."""
-    bars: dict[str, list[_Bar]] = {part: [] for part in _DRAWN}
-    bars["forward"] = [_Bar(0, span) for span in step.spans("forward")]
-    bars["backward"] = [_Bar(0, span) for span in step.backward]
-    bars["optimizer"] = [_Bar(0, span) for span in step.spans("optimizer")]
+def _bars(step: StepTimeline) -> dict[str, list[tuple[int, Interval]]]:
+    """The bars of each part: their row, of which 0 is the training loop, and their time."""
+    bars: dict[str, list[tuple[int, Interval]]] = {part: [] for part in _DRAWN}
+    bars["forward"] = [(0, span) for span in step.spans("forward")]
+    bars["backward"] = [(0, span) for span in step.backward]
+    bars["optimizer"] = [(0, span) for span in step.spans("optimizer")]
     for row, buffer in enumerate(step.buffers, start=1):
-        name = f" of buffer {row}, {buffer_name(buffer.tensors)}"
         parts = {"select": buffer.select, "decode": buffer.decode, "exposed": buffer.exposed}
         for part, span in parts.items():
-            bars[part].append(_Bar(row, span, name))
+            bars[part].append((row, span))
             if part == "exposed" or not buffer.beside:  # the backward pass stops for it
-                bars[part].append(_Bar(0, span, name))
-        bars["exchange"].append(_Bar(row, buffer.exchange, name))
+                bars[part].append((0, span))
+        bars["exchange"].append((row, buffer.exchange))
     return bars
 
 
@@ -162,15 +153,12 @@ def _draw_bars(ax: Axes, step: StepTimeline, begin: float) -> None:
 
     low, high = -_HEIGHT / 2, _HEIGHT / 2
     for part, bars in _bars(step).items():
-        corners, texts = [], []
-        for row, (a, b), name in bars:
+        corners = []
+        for row, (a, b) in bars:
             if a < b:
                 first, last = (a - begin) * 1e3, (b - begin) * 1e3
                 corners.append([(first, row + low), (first, row + high), (last, row + high), (last, row + low)])
-                texts.append(f"{PARTS.get(part, part)}{name}: {last - first:.2f} ms, from {first:.2f} ms")
-        collection = PolyCollection(corners, **_style(part))
-        explain(collection, texts)
-        ax.add_collection(collection, autolim=False)
+        ax.add_collection(PolyCollection(corners, **_style(part)), autolim=False)
     _draw_ready(ax, step, begin)
 
 
@@ -178,17 +166,15 @@ def _draw_ready(ax: Axes, step: StepTimeline, begin: float) -> None:
     from matplotlib import rcParams
 
     ready = [
-        (row, (moment - begin) * 1e3, name)
+        (row, (moment - begin) * 1e3)
         for row, buffer in enumerate(step.buffers, start=1)
-        for name, moment in zip(buffer.tensors, buffer.ready, strict=True)
+        for moment in buffer.ready
         if not np.isnan(moment)
     ]
-    if not ready:
-        return
-    rows, moments, names = zip(*ready, strict=True)
-    bottoms, tops = (np.array(rows) + side for side in (-_HEIGHT / 2, _HEIGHT / 2))
-    lines = ax.vlines(moments, bottoms, tops, colors=rcParams["text.color"], linewidth=0.8)
-    explain(lines, [f"gradient of {name} ready at {at:.2f} ms" for name, at in zip(names, moments, strict=True)])
+    if ready:
+        rows, moments = zip(*ready, strict=True)
+        bottoms, tops = (np.array(rows) + side for side in (-_HEIGHT / 2, _HEIGHT / 2))
+        ax.vlines(moments, bottoms, tops, colors=rcParams["text.color"], linewidth=0.8)
 
 
 def _name(ax: Axes, buffer: BufferTimeline, row: int, begin: float) -> None:
@@ -217,11 +203,7 @@ def breakdown(figures: RankFigures) -> Figure | SubFigure:
     for part, label in PARTS.items():
         lengths = np.nan_to_num([getattr(each, f"{part}_s") * 1e3 for each in shown])
         if lengths.any():
-            bars = axes.barh(range(len(shown)), lengths, left=at, color=COLORS[part], label=label)
-            for rank, (bar, length) in enumerate(zip(bars, lengths, strict=True)):
-                seconds = shown[rank].step_s
-                share = f", {length / seconds / 1e3:.1%} of the step" if seconds > 0 else ""
-                explain(bar, [f"rank {rank}, {label}: {length:.2f} ms{share}"])
+            axes.barh(range(len(shown)), lengths, left=at, color=COLORS[part], label=label)
         at += lengths
     axes.set_yticks(range(len(shown)), [f"rank {rank}" for rank in range(len(shown))])
     axes.invert_yaxis()
@@ -237,8 +219,7 @@ def plot_times(steps: Mapping[int, StepFigures]) -> Figure | SubFigure:
     for part, color, label in (("step", COLORS["backward"], "step"), ("exposed", COLORS["exposed"], PARTS["exposed"])):
         times = {number: getattr(each, f"{part}_s") * 1e3 for number, each in steps.items()}
         known = {number: time for number, time in times.items() if not np.isnan(time)}
-        points = axes.scatter(list(known), list(known.values()), 9.0, color, label=label)
-        explain(points, [f"step {number}, {label}: {time:.2f} ms" for number, time in known.items()])
+        axes.scatter(list(known), list(known.values()), 9.0, color, label=label)
     axes.set_ylim(bottom=0.0)
     axes.locator_params(axis="x", integer=True)
     axes.set(xlabel="step", ylabel="ms")
@@ -268,30 +249,3 @@ def plot_rates(names: Sequence[str], steps: Sequence[int], rates: Any, ax: Axes 
     ax.set(xlabel="step", title="share of ranks and steps in which no element of the tensor was sent")
     ax.figure.colorbar(image, ax=ax, label="missing rate")
     return ax.figure
-
-
-def heat_map(names: Sequence[str], steps: Sequence[int], rates: Sequence[Sequence[float | None]]) -> Figure | SubFigure:
-    """What :func:`plot_rates` draws, for a page: with a text for each run of equal rates in a row.
-
-    Args:
-        names: Parameter names [T].
-        steps: First step of each column [C].
-        rates: [T, C]; None where there was no gradient.
-    """
-    from matplotlib.collections import PolyCollection
-
-    figure = plot_rates(names, steps, rates)
-    corners, texts = [], []
-    for row, (name, values) in enumerate(zip(names, rates, strict=True)):
-        first = 0
-        for rate, equal in groupby(values):
-            last = first + len(list(equal))
-            left, right, low, high = first - 0.5, last - 0.5, row - 0.5, row + 0.5
-            corners.append([(left, low), (left, high), (right, high), (right, low)])
-            missing = "no gradient" if rate is None else f"{rate:.0%} missing"
-            texts.append(f"{name}, from step {steps[first]}: {missing}")
-            first = last
-    cells = PolyCollection(corners, facecolor="none", linewidth=0)
-    explain(cells, texts)
-    figure.axes[0].add_collection(cells, autolim=False)
-    return figure

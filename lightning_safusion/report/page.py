@@ -8,9 +8,12 @@ It is made from what the callbacks have written to the run's directory:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from base64 import b64encode
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from io import StringIO
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -22,18 +25,20 @@ from lightning_safusion.profiling import pictures
 from lightning_safusion.profiling.figures import PARTS
 from lightning_safusion.profiling.overlap_file import FILE as OVERLAP
 from lightning_safusion.profiling.overlap_file import Overlap, read_file
-from lightning_safusion.profiling.svg import inline
 from lightning_safusion.profiling.timeline import from_row
 from lightning_safusion.report.advice import advise
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from matplotlib.figure import Figure, SubFigure
 
 FILE = "report.html"
 
 _MISSING = "missing_rate.json"
 _HEAT_ROWS = 60
 _OPEN_ROWS = 24  # longer tables are folded
+# Names may have control characters, which matplotlib writes as they are and no file of XML 1.0 may hold.
+_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _LATE = 0.01  # share of the step from which an exposed exchange is mentioned
 
 
@@ -132,12 +137,23 @@ def render_page(run: Run) -> str:
             pins=" ".join(f"{name.replace('_', '-')}=={version}" for name, version in overlap.versions.items()),
             parts=PARTS,
             colors=pictures.COLORS,
-            inline=inline,
+            picture=picture,
             pictures=pictures,
             open_rows=_OPEN_ROWS,
             version=__version__,
         )
     )
+
+
+def picture(draw: Callable[..., Figure | SubFigure], *args: Any) -> str:
+    """A drawing as the address of an image that holds it."""
+    from matplotlib import rc_context
+
+    written = StringIO()
+    # text stays text, and a name is no formula
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "safusion", "text.parse_math": False}):
+        draw(*args).figure.savefig(written, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + b64encode(_NO_XML.sub("\ufffd", written.getvalue()).encode()).decode()
 
 
 def _environment() -> Environment:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from matplotlib import rcParams
 
 from lightning_safusion import cli
+from lightning_safusion.profiling import plot_step
 from lightning_safusion.report import load_run, render_page
+from lightning_safusion.report.page import picture
 from tests.report.document import Document
-from tests.report.runs import NASTY, missing, overlap, write_run
+from tests.report.runs import NASTY, missing, overlap, step, write_run
 
 
 def page(folder: Path, **options: Any) -> str:
@@ -40,9 +45,7 @@ def assert_well_formed(document: Document) -> None:
     assert set(document.values("aria-labelledby")) <= set(ids)
     assert len(document.elements("h1")) == 1
     assert all(attributes.get("scope") in ("row", "col") for attributes in document.elements("th"))
-    drawn = [attributes for attributes in document.elements("div") if attributes.get("role") == "img"]
-    assert len(drawn) == len(document.elements("svg"))
-    assert all(attributes["aria-label"] for attributes in drawn)
+    assert all(attributes["alt"] for attributes in document.elements("img"))
     assert not re.search(r"\bnan\b|\bNone\b", document.text)
 
 
@@ -65,13 +68,33 @@ def test_names_are_text(written: str, document: Document) -> None:
     assert NASTY in document.text
 
 
-def test_pictures_say_what_is_under_the_mouse(document: Document) -> None:
-    titles = [text for tag, text in document.texts if tag == "title"]
-    assert "gradient of head.weight ready at 30.00 ms" in titles
-    assert "exposed exchange of buffer 2, head.weight +1: 5.00 ms, from 80.00 ms" in titles
-    assert "rank 1, forward: 30.00 ms, 30.0% of the step" in titles
-    assert "step 7, step: 100.00 ms" in titles
-    assert f"{NASTY}, from step 20: 50% missing" in titles
+def images(document: Document) -> list[str]:
+    """The files of the pictures."""
+    return [b64decode(source.partition(",")[2]).decode() for source in document.values("src")]
+
+
+def test_pictures_are_files_with_names_as_text_and_without_requests(document: Document) -> None:
+    drawn = images(document)
+    assert len(drawn) == 4
+    for each in drawn:
+        tags = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(each).iter()}  # noqa: S314
+        assert not tags & {"script", "a"}
+        assert not re.search(r'href="(?!#|data:)|@import|url\((?!#)', each)
+    assert any("exposed: head.weight" in each for each in drawn)
+    assert any(NASTY in (element.text or "") for each in drawn for element in ElementTree.fromstring(each).iter())  # noqa: S314
+
+
+NAMES = [("$x$", "$x$"), ("a<b & 'c'", "a&lt;b &amp; 'c'"), ("\x1b[31m\x07", "\ufffd[31m\ufffd")]
+
+
+@pytest.mark.parametrize(("name", "shown"), NAMES)
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_a_name_is_no_formula_no_markup_and_no_control_character(name: str, shown: str) -> None:
+    before = dict(rcParams)
+    drawn = b64decode(picture(plot_step, step(3, names=(name, "last"))).partition(",")[2]).decode()
+    ElementTree.fromstring(drawn)  # noqa: S314 - made here
+    assert shown in drawn
+    assert dict(rcParams) == before
 
 
 def test_a_section_is_there_only_if_its_file_is(tmp_path: Path, document: Document) -> None:
