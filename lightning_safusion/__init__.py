@@ -15,6 +15,7 @@ from lightning_safusion.callbacks import (
 from lightning_safusion.comm.transport.interface import WorkerLostError
 from lightning_safusion.comm.transport.lockstep import OutOfStepError
 from lightning_safusion.fusion.plans.adaptive import Adaptive
+from lightning_safusion.fusion.plans.cadence import Cadence
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.plans.selective import Selective
 from lightning_safusion.sparsify import (
@@ -62,6 +63,7 @@ __all__ = [
     "Aligned",
     "AutoMemory",
     "BufferSizeTuner",
+    "Cadence",
     "ConstantDensity",
     "DGCMemory",
     "DGCWarmup",

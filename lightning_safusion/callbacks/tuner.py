@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_safusion.callbacks.base import StrategyCallback
 from lightning_safusion.fusion.plans.adaptive import Tuned
-from lightning_safusion.fusion.plans.cadence import Cadence
+from lightning_safusion.fusion.plans.cadence import Cadence, CadenceOptions
 from lightning_safusion.fusion.plans.pricing import Bounds
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.literal import plural
@@ -43,13 +43,8 @@ class BufferSizeTuner(StrategyCallback):
     ============================  =====================================================================================
 
     Args:
-        warmup_windows: Windows in which the plan is reviewed often.
-        warmup_every: Windows between two reviews in the warm-up.
-        warmup_threshold: Predicted gain that a change must exceed in the warm-up, share in [0, 1).
-        every: Windows between two reviews afterwards.
-        threshold: Predicted gain that a change must exceed afterwards, share in [0, 1).
-        trial_windows: Windows after a change that are compared with as many before it.
-        freeze_after: Windows after which the plan stays; None: never.
+        cadence: When plans are reviewed, and how large a gain is worth a change.
+        options: Arguments of the cadence, one by one; deprecated.
         min_elements: Elements of the model's tensors that a buffer holds at least; the last one may hold fewer.
         max_elements: Elements that it holds at most, but for one larger tensor alone. None: no bound.
 
@@ -61,7 +56,7 @@ class BufferSizeTuner(StrategyCallback):
 
     Example::
 
-        tuner = BufferSizeTuner(every=100, max_elements=2**24)
+        tuner = BufferSizeTuner(Cadence(every=100), max_elements=2**24)
         Trainer(strategy=SAFusionStrategy(system="behind"), callbacks=[tuner])
     """
 
@@ -69,19 +64,12 @@ class BufferSizeTuner(StrategyCallback):
 
     def __init__(
         self,
-        warmup_windows: int = Cadence.warmup_windows,
-        warmup_every: int = Cadence.warmup_every,
-        warmup_threshold: float = Cadence.warmup_threshold,
-        every: int = Cadence.every,
-        threshold: float = Cadence.threshold,
-        trial_windows: int = Cadence.trial_windows,
-        freeze_after: int | None = Cadence.freeze_after,
+        cadence: Cadence | None = None,
         min_elements: int = 0,
         max_elements: int | None = None,
+        **options: Unpack[CadenceOptions],
     ) -> None:
-        self.cadence = Cadence(
-            warmup_windows, warmup_every, warmup_threshold, every, threshold, trial_windows, freeze_after
-        )
+        self.cadence = Cadence.of("BufferSizeTuner", cadence, **options)
         self.bounds = Bounds(min_elements, max_elements).check()
         self.decisions: list[Decision] = []
 

@@ -18,17 +18,19 @@ from lightning_safusion.fusion.plans.cadence import Cadence, ReplanSchedule
 from lightning_safusion.fusion.plans.costs import GroupCosts, JobShape, ddp_buckets
 from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
-from lightning_safusion.fusion.plans.pricing import GroupPricer
+from lightning_safusion.fusion.plans.pricing import GroupPricer, predict_finish
 from lightning_safusion.fusion.plans.profile import AgreedProfile, job_costs
 from lightning_safusion.fusion.plans.searching import CutSearch
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder, WindowSpans
 from lightning_safusion.fusion.replan import (
     Action,
+    BrokenPromise,
     Decision,
     Handover,
+    Promises,
     Review,
-    Trials,
+    Trial,
     plain_ddp_window,
     predicted_gain,
 )
@@ -84,7 +86,8 @@ class Planner:
         self.decisions: deque[Decision] = deque(maxlen=_DECISIONS)
         self._profile: AgreedProfile | None = None
         self._recorder: ProfileRecorder | None = None
-        self._trials = Trials()
+        self._trial: Trial | None = None  # it outlives its judgement where plain DDP is agreed on
+        self._promises = Promises()
         self._search: CutSearch | None = None
         self._tick_costs: GroupCosts | None = None  # of :meth:`fuse`
         self._spans = WindowSpans(self._schedule.cadence.trial_windows)
@@ -107,7 +110,7 @@ class Planner:
     @property
     def on_trial(self) -> bool:
         """Whether a plan, or plain DDP, is tried out; the same on all ranks."""
-        return self._trials.pending is not None or self._handover.on_trial
+        return self._trial is not None and not self._handover.agreed
 
     def plan(self, shape: JobShape) -> Plan:
         """The plan of the next window."""
@@ -119,12 +122,12 @@ class Planner:
 
     def invalidate(self, order_changed: bool = False) -> None:
         """Drops the plan: quotas have changed, or the order (then measured times are dropped as well)."""
-        self.current = self._search = self._tick_costs = self._trials.pending = None
+        self.current = self._search = self._tick_costs = self._trial = None
         self._handover.drop()
         self._spans.restart()
         on_trial = self._schedule.cadence.on_trial
         if order_changed:
-            self._profile = self._recorder = self._trials.broken = None
+            self._profile = self._recorder = self._promises.broken = None
             if not on_trial:
                 self._schedule.restart()  # the one plan was made for another order
         if self.opening and on_trial:
@@ -218,54 +221,69 @@ class Planner:
             plan = GroupPricer(self.costs(shape)).plan(search.stops)
             if plan != tried:
                 self._change(plan, shape)
-        self._decide("freeze" if search.over else "try", plan, tried, None, None, seconds)
+        self._decide("freeze" if search.over else "try", plan, tried, seconds=seconds)
 
     def _review(self, current: Plan, shape: JobShape, prior: Mapping[str, LinearCost]) -> None:
         """Ends the trial if there is one; changes to the plan that the agreed costs call for, if it promises enough."""
         seconds = self._spans.agree_median(self.transport, shape.device)
         if math.isfinite(seconds):
             self.latest = Review(seconds, plain_ddp_window(self.costs(shape), prior["allreduce"]))
-        if self.on_trial and not self._end_trial(current, seconds, shape):
+        if self._trial is not None and not self._end_trial(self._trial, current, seconds, shape):
             return
         costs = self.costs(shape)
         sparse = any(group.collective != "allreduce" for group in current.groups)
         if sparse and not self.opening and self._handover.due(costs, prior["allreduce"], seconds):
-            self._handover.begin(current, seconds)
-            plan = GroupPricer(replace(costs, sparse_allowed=False)).plan(ddp_buckets(costs.dense_bytes))
-            self._change(plan, shape)
-            self._decide("dense", plan, current, None, None, seconds)
+            self._try_plain_ddp(current, costs, seconds, shape)
             return
         proposed = current if self._schedule.over else self._make(costs)
-        if not self._schedule.cadence.on_trial:
-            if proposed != current:
-                self._change(proposed, shape)
-            self._decide("stay" if proposed == current else "switch", proposed, current, None, None, seconds)
-            return
         gain = predicted_gain(current, proposed, costs)
-        if gain <= self._trials.required(current, costs, self._schedule.threshold):
-            self._decide("stay", current, proposed, gain, None, seconds)
+        if not self._schedule.cadence.on_trial:
+            self._take(proposed, current, seconds, shape)
+        elif gain > self._promises.required(current, costs, self._schedule.threshold):
+            self._try(proposed, current, costs, gain, seconds, shape)
+        else:
+            self._decide("stay", current, proposed, predicted=gain, seconds=seconds)
             self._handover.count_dense(not sparse and costs.sparse_allowed and not self.opening)
-            return
-        self._change(proposed, shape)
-        self._trials.begin(current, costs, gain, seconds)
-        self._decide("switch", proposed, current, gain, None, seconds)
 
-    def _end_trial(self, current: Plan, seconds: float, shape: JobShape) -> bool:
+    def _try_plain_ddp(self, current: Plan, costs: GroupCosts, seconds: float, shape: JobShape) -> None:
+        """Makes every buffer dense, in DDP's buckets, on trial."""
+        self._trial = Trial(current, seconds)
+        plan = GroupPricer(replace(costs, sparse_allowed=False)).plan(ddp_buckets(costs.dense_bytes))
+        self._change(plan, shape)
+        self._decide("dense", plan, current, seconds=seconds)
+
+    def _take(self, proposed: Plan, current: Plan, seconds: float, shape: JobShape) -> None:
+        """Changes to the plan of a policy that plans once, without a trial."""
+        if proposed != current:
+            self._change(proposed, shape)
+        self._decide("stay" if proposed == current else "switch", proposed, current, seconds=seconds)
+
+    def _try(
+        self, proposed: Plan, current: Plan, costs: GroupCosts, gain: float, seconds: float, shape: JobShape
+    ) -> None:
+        """Changes to a plan on trial; for good without a measured time, or where the one in use no longer fits."""
+        self._change(proposed, shape)
+        if math.isfinite(seconds) and math.isfinite(gain):
+            self._trial = Trial(current, seconds, gain, predict_finish(current, costs))
+        self._decide("switch", proposed, current, predicted=gain, seconds=seconds)
+
+    def _end_trial(self, trial: Trial, current: Plan, seconds: float, shape: JobShape) -> bool:
         """Keeps the plan on trial, or goes back; returns whether another plan may be proposed at once."""
-        if self._handover.on_trial:
-            gain = self._handover.judge(seconds)
+        if trial.promised is None:
+            gain = self._handover.judge(trial, seconds)
             if self._handover.agreed:
-                self._decide("keep", current, current, None, gain, seconds)
+                self._decide("keep", current, current, measured=gain, seconds=seconds)
             else:
                 self.keep_engine(shape, gain, seconds)
             return False
-        trial, gain = self._trials.judge(seconds)
-        if gain > 0:
-            self._decide("keep", current, trial.previous, trial.promised, gain, seconds)
+        self._trial, saved = None, self._promises.judge(trial, seconds)
+        numbers = {"predicted": trial.promised, "measured": saved, "seconds": seconds}
+        if saved > 0:
+            self._decide("keep", current, trial.previous, **numbers)
         else:
             self._change(trial.previous, shape)
-            self._decide("revert", trial.previous, current, trial.promised, gain, seconds)
-        return gain > 0
+            self._decide("revert", trial.previous, current, **numbers)
+        return saved > 0
 
     def keep_engine(self, shape: JobShape, gain: float | None = None, seconds: float | None = None) -> None:
         """Plain DDP does not replace the engine now; its next trial needs more reviews. Collective; between windows.
@@ -275,14 +293,15 @@ class Planner:
             gain: Share of a window that dense buffers have saved, if that was tried.
             seconds: Median window of the trial.
         """
-        tried, previous = self.current, self._handover.decline()
-        if tried is not None and previous is not None:
-            self._change(previous, shape)
-            self._decide("revert", previous, tried, None, gain, seconds)
+        tried, trial, self._trial = self.current, self._trial, None
+        self._handover.decline()
+        if tried is not None and trial is not None:
+            self._change(trial.previous, shape)
+            self._decide("revert", trial.previous, tried, measured=gain, seconds=seconds)
 
     def use(self, plan: Plan, shape: JobShape) -> None:
         """Changes to this plan, the same on all ranks, until costs call for another. Collective; between windows."""
-        self._trials.pending = None
+        self._trial = None
         self._handover.drop()
         self._change(plan, shape)
 
@@ -293,11 +312,10 @@ class Planner:
         self._describe(plan, shape)
         self.verify(shape.device)
 
-    def _decide(self, action: Action, plan: Plan, rival: Plan, *numbers: float | None) -> None:
-        """Records a decision that was carried out; ``numbers``: predicted and measured gain, and the median window."""
-        known = [None if number is None or not math.isfinite(number) else number for number in numbers]
-        counts = len(plan.groups), len(rival.groups)
-        self.decisions.append(Decision(self._schedule.windows, action, *counts, *known))
+    def _decide(self, action: Action, plan: Plan, rival: Plan, **numbers: float | None) -> None:
+        """Records a decision that was carried out; ``numbers`` are those of :class:`Decision`, as far as known."""
+        known = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
+        self.decisions.append(Decision(self._schedule.windows, action, len(plan.groups), len(rival.groups), **known))
 
     def _describe(self, plan: Plan, shape: JobShape) -> None:
         """Announces which collectives a plan uses, once for each combination, so that a dense run is recognised."""
@@ -330,14 +348,19 @@ class Planner:
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, agreed costs and decisions under way: plain values, the same on all ranks, without measured times."""
-        plan = self._handover.previous or self.current
+        trial, broken = self._trial, self._promises.broken
+        trying_ddp = trial is not None and trial.promised is None
+        plan = trial.previous if trial is not None and trying_ddp else self.current
         return {
             "plan": None if plan is None else plan.to_list(),
             "profile": None if self._profile is None else self._profile.to_vector().tolist(),
             "replans": self.replans,
             "schedule": self._schedule.state_dict(),
-            "trials": self._trials.state_dict(),
-            "handover": self._handover.state_dict(),
+            "trials": {
+                "trial": None if trial is None or trying_ddp else trial.state(),
+                "broken": None if broken is None else [broken.promised, broken.measured, broken.finish],
+            },
+            "handover": self._handover.state_dict(trying_ddp),
             "search": None if self._search is None else self._search.measured,
         }
 
@@ -361,7 +384,9 @@ class Planner:
                 raise ValueError(f"the plan is of {plan.num_tensors} tensors, the model has {len(shape)}")
             self.current, self._verified = plan, False
             self._describe(plan, shape)
-        self._trials.load_state_dict(state["trials"])
+        trial, broken = state["trials"]["trial"], state["trials"]["broken"]
+        self._trial = None if trial is None else Trial.of(trial)
+        self._promises.broken = None if broken is None else BrokenPromise(*map(float, broken))
         if "handover" in state:  # older checkpoints have none
             self._handover.load_state_dict(state["handover"])
         self._search = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -100,19 +100,33 @@ def plain_ddp_window(costs: GroupCosts, allreduce: LinearCost) -> float:
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan in use whose gain is not measured yet.
+    """A plan in use that the clock has still to judge.
 
     Args:
-        previous: The plan before it.
-        promised: Predicted gain.
-        finish: What the costs predicted for ``previous`` when its own exchanges were measured.
+        previous: The plan before it, which comes back if the trial fails.
         seconds: Median window with ``previous``.
+        promised: Predicted gain; None: every buffer is dense, since plain DDP is predicted to be faster.
+        finish: What the costs predicted for ``previous`` when its own exchanges were measured.
     """
 
     previous: Plan
-    promised: float
-    finish: float
     seconds: float
+    promised: float | None = None
+    finish: float = math.nan
+
+    def gain(self, seconds: float) -> float | None:
+        """Share of the windows before that those of the trial saved; None if none was measured (NaN)."""
+        return 1.0 - seconds / self.seconds if math.isfinite(seconds) else None
+
+    def state(self) -> list[Any]:
+        """Plain values, the same on all ranks, for :meth:`of`."""
+        return [self.previous.to_list(), [self.promised, self.finish, self.seconds]]
+
+    @classmethod
+    def of(cls, state: Sequence[Any]) -> Trial:
+        """The trial of a plan whose :meth:`state` this is."""
+        promised, finish, seconds = map(float, state[1])
+        return cls(Plan.from_list(state[0]), seconds, promised, finish)
 
 
 @dataclass(frozen=True)
@@ -130,8 +144,8 @@ class BrokenPromise:
     finish: float
 
 
-class Trials:
-    """Decides on changes of the plan, by prediction first and then by the clock.
+class Promises:
+    """Judges plans by prediction first and then by the clock.
 
     A predicted gain puts a plan on trial; it is kept if the windows with it are shorter than those before. A broken
     promise shows how wrong the costs are here, for that plan and for similar ones: another change must promise more
@@ -139,7 +153,6 @@ class Trials:
     """
 
     def __init__(self) -> None:
-        self.pending: Trial | None = None
         self.broken: BrokenPromise | None = None
 
     def required(self, current: Plan, costs: GroupCosts, threshold: float) -> float:
@@ -150,49 +163,16 @@ class Trials:
                 self.broken = None
         return threshold if self.broken is None else self.broken.promised - self.broken.measured + threshold
 
-    def begin(self, previous: Plan, costs: GroupCosts, promised: float, seconds: float) -> None:
-        """A change was made; it is final without a measured time before it, or where ``previous`` no longer fits.
+    def judge(self, trial: Trial, seconds: float) -> float:
+        """The measured gain: above 0 the plan is kept; 0 if no window was measured.
 
         Args:
-            previous: The plan before.
-            costs: The agreed numbers.
-            promised: Predicted gain.
-            seconds: Median window with ``previous``.
+            trial: Of a plan with a promise.
+            seconds: Median window with the plan on trial; NaN if none was measured.
         """
-        self.pending = None
-        if math.isfinite(seconds) and math.isfinite(promised):
-            self.pending = Trial(previous, promised, predict_finish(previous, costs), seconds)
-
-    def judge(self, seconds: float) -> tuple[Trial, float]:
-        """Ends the trial.
-
-        Args:
-            seconds: Median window with the plan on trial; NaN, which counts as no gain, if none was measured.
-
-        Returns:
-            The trial, and the measured gain: above 0 the plan is kept.
-        """
-        trial, self.pending = self.pending, None
-        if trial is None:
-            raise RuntimeError("no plan is on trial")
-        gain = 1.0 - seconds / trial.seconds if math.isfinite(seconds) else 0.0
-        self.broken = None if gain > 0 else BrokenPromise(trial.promised, gain, trial.finish)
-        return trial, gain
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same on all ranks."""
-        trial, broken = self.pending, self.broken
-        numbers = None if trial is None else [trial.promised, trial.finish, trial.seconds]
-        return {
-            "trial": None if trial is None else [trial.previous.to_list(), numbers],
-            "broken": None if broken is None else [broken.promised, broken.measured, broken.finish],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned."""
-        trial, broken = state["trial"], state["broken"]
-        self.pending = None if trial is None else Trial(Plan.from_list(trial[0]), *map(float, trial[1]))
-        self.broken = None if broken is None else BrokenPromise(*map(float, broken))
+        gain = trial.gain(seconds) or 0.0
+        self.broken = None if gain > 0 else BrokenPromise(trial.promised or 0.0, gain, trial.finish)
+        return gain
 
 
 class Handover:
@@ -207,21 +187,13 @@ class Handover:
 
     Attributes:
         agreed: Plain DDP replaces the engine from here on.
-        previous: The plan before a trial, which comes back if the trial fails; None without one.
     """
 
     def __init__(self, allowed: bool) -> None:
         self.agreed = False
-        self.previous: Plan | None = None
         self._allowed = allowed
-        self._before = math.nan  # median window before the trial
         self._faster = self._dense = 0  # reviews in a row
         self._wanted = _REVIEWS
-
-    @property
-    def on_trial(self) -> bool:
-        """Whether every buffer is dense in order to measure how long that takes."""
-        return self.previous is not None and not self.agreed
 
     def due(self, costs: GroupCosts, allreduce: LinearCost, seconds: float) -> bool:
         """Counts a review; returns whether to begin a trial.
@@ -243,50 +215,36 @@ class Handover:
         self._dense = self._dense + 1 if dense else 0
         self.agreed = self._allowed and self._dense >= self._wanted
 
-    def begin(self, previous: Plan, seconds: float) -> None:
-        """Begins a trial: every buffer is dense from here on.
+    def judge(self, trial: Trial, seconds: float) -> float | None:
+        """The measured gain; plain DDP is agreed on if the windows of the trial were not clearly longer.
 
         Args:
-            previous: The plan in use.
-            seconds: Median window with it.
-        """
-        self.previous, self._before = previous, seconds
-
-    def judge(self, seconds: float) -> float:
-        """Ends the trial; it succeeds if its windows were not clearly longer.
-
-        Args:
+            trial: In which every buffer is dense.
             seconds: Median window of the trial; NaN, which counts as longer, if none was measured.
-
-        Returns:
-            The share of the windows before that those of the trial saved.
         """
-        gain = 1.0 - seconds / self._before if math.isfinite(seconds) else -math.inf
-        self.agreed = gain >= -LENIENCE
+        gain = trial.gain(seconds)
+        self.agreed = gain is not None and gain >= -LENIENCE
         return gain
 
-    def decline(self) -> Plan | None:
-        """The engine stays, and the next trial needs more reviews.
-
-        Returns:
-            The plan to go back to; None if the one in use stays.
-        """
-        previous = self.previous
+    def decline(self) -> None:
+        """The engine stays, and the next trial needs more reviews."""
         self.drop()
         self._wanted *= _PATIENCE
-        return previous
 
     def drop(self) -> None:
         """Forgets what was found of a plan, or of costs, that no longer hold."""
-        self.agreed, self.previous = False, None
+        self.agreed = False
         self._faster = self._dense = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, trying: bool) -> dict[str, Any]:
         """Plain values, the same on all ranks.
 
         A trial and what was agreed are left out: a resumed job may run elsewhere, where windows take another time.
+
+        Args:
+            trying: Plain DDP is on trial.
         """
-        counts = [0, 0] if self.previous is not None or self.agreed else [self._faster, self._dense]
+        counts = [0, 0] if trying or self.agreed else [self._faster, self._dense]
         return {"counts": counts, "wanted": self._wanted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -21,8 +21,7 @@ from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, DDP_FIRST_BUCKET, ddp_buckets
 from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.fusion.plans.policy import FusionPolicy, Naive
-from lightning_safusion.fusion.plans.searching import Cupcake
+from lightning_safusion.fusion.plans.policy import Cupcake, FusionPolicy, Naive
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.kernels.cuda.work import Span

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_safusion import Aligned, SAFusionStrategy
+from lightning_safusion import Aligned, Cadence, SAFusionStrategy
 from lightning_safusion.callbacks import BufferSizeTuner, OverlapProfiler, TensorMissingRateMonitor
 from lightning_safusion.profiling import load_timeline, merge_timelines
 from tests.models import TinyClassifier, classification, trainer
@@ -20,7 +20,7 @@ def test_callbacks_of_spawned_processes_leave_their_files(tmp_path: Path, capfd:
     def train() -> None:
         profiler = OverlapProfiler(4, 2, tmp_path)
         monitor = TensorMissingRateMonitor(2, heatmap_file=tmp_path / "new" / "missing.png")
-        tuner = BufferSizeTuner(warmup_every=4, trial_windows=3)
+        tuner = BufferSizeTuner(Cadence(warmup_every=4, trial_windows=3))
         strategy = SAFusionStrategy(system="behind", fusion=Aligned(1), collective="allgather", start_method="spawn")
         logger = CSVLogger(tmp_path, version=0)
         options: dict[str, Any] = {"max_steps": 8, "log_every_n_steps": 1, "logger": logger}

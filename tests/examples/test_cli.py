@@ -43,7 +43,8 @@ IN_PYTHON: dict[str, Callable[[], SAFusionStrategy]] = {
         density=saf.DenseStart(saf.ExponentialRamp(0.25, 0.01, steps=60), steps=5), collective="allgather"
     ),
     "fusion": lambda: SAFusionStrategy(
-        density=0.02, fusion=saf.Adaptive(rule="paper", every=20, freeze_after=200), collective="allgather"
+        density=0.02, fusion=saf.Adaptive("paper", cadence=saf.Cadence(every=20, freeze_after=200)),
+        collective="allgather",
     ),
     "dgc": lambda: SAFusionStrategy(
         "dgc", saf.DGCWarmup(0.001, epochs=4), memory=saf.DGCMemory(momentum=0.9, clip=1.0), collective="allgather"

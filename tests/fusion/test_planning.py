@@ -285,7 +285,7 @@ def test_a_frozen_plan_stays_once_its_trial_has_ended() -> None:
 
 
 def test_reviews_are_preceded_by_timed_windows_and_no_others_are() -> None:
-    rank = Rank(Adaptive(warmup_windows=10, every=50), Job(backward=5e-3))
+    rank = Rank(Adaptive(cadence=Cadence(warmup_windows=10, every=50)), Job(backward=5e-3))
     rank.run(60)
     assert [(d.window, d.action) for d in rank.run(100)] == [(110, "stay"), (160, "stay")]
     assert [place for place in range(60, 160) if rank.timed[place]] == [*range(102, 110), *range(152, 160)]

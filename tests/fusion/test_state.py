@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_safusion import OkTopk, SIDCo
+from lightning_safusion import Cadence, OkTopk, SIDCo
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.fusion.plans.adaptive import Adaptive
@@ -115,7 +115,7 @@ def test_order_and_plan_are_restored(make: Make, tmp_path: Path) -> None:
 
 
 def test_agreed_costs_and_the_schedule_are_restored(make: Make) -> None:
-    options = {"fusion": Adaptive(warmup_every=4), "collective": "auto", "density": 0.01}
+    options = {"fusion": Adaptive(cadence=Cadence(warmup_every=4)), "collective": "auto", "density": 0.01}
     first, second = make(2, measure=True, **options), make(2, measure=True, **options)
     train(first, 0, 9)
     states = [common_state(controller) for controller in first.controllers]

@@ -32,8 +32,7 @@ from lightning_safusion.comm.cost import LINKS, Link
 from lightning_safusion.fusion.plans.adaptive import optimal_cuts, plan_optimal
 from lightning_safusion.fusion.plans.merging import OMGS
 from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Single
-from lightning_safusion.fusion.plans.searching import Cupcake
+from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Cupcake, Single
 from lightning_safusion.simulate.cluster import Cluster
 from lightning_safusion.simulate.engine import simulate
 from lightning_safusion.simulate.job import Job, line

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
+from typing_extensions import Unpack
 
-from lightning_safusion.fusion.plans.cadence import Cadence, ReplanSchedule
+from lightning_safusion.fusion.plans.cadence import Cadence, CadenceOptions, ReplanSchedule
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
@@ -29,13 +30,8 @@ class Adaptive(FusionPolicy):
     Args:
         rule: ``"optimal"``: the exact programme. ``"paper"``: the greedy rule of the SAFusion paper.
         max_last_share: Largest share of the model's elements in the last buffer, in (0, 1] (rule ``"optimal"``).
-        warmup_windows: Windows (backward passes that exchange) in which the plan is reviewed often.
-        warmup_every: Windows between two reviews in the warm-up.
-        warmup_threshold: Predicted gain that a new plan must exceed in the warm-up, as a share.
-        every: Windows between two reviews afterwards.
-        threshold: Predicted gain that a new plan must exceed afterwards, as a share.
-        trial_windows: Windows after a change that are compared with as many before it.
-        freeze_after: Windows after which the plan stays; ``None``: never.
+        cadence: When plans are reviewed, and how large a gain is worth a change.
+        options: Arguments of the cadence, one by one; deprecated.
     """
 
     name = "adaptive"
@@ -46,22 +42,15 @@ class Adaptive(FusionPolicy):
         self,
         rule: Rule = "optimal",
         max_last_share: float = 0.5,
-        warmup_windows: int = Cadence.warmup_windows,
-        warmup_every: int = Cadence.warmup_every,
-        warmup_threshold: float = Cadence.warmup_threshold,
-        every: int = Cadence.every,
-        threshold: float = Cadence.threshold,
-        trial_windows: int = Cadence.trial_windows,
-        freeze_after: int | None = Cadence.freeze_after,
+        cadence: Cadence | None = None,
+        **options: Unpack[CadenceOptions],
     ) -> None:
         check_name("rule", rule, get_args(Rule))
         if not 0.0 < max_last_share <= 1.0:
             raise ValueError(f"max_last_share is a share of the model in (0, 1], got {max_last_share}")
         self.rule = rule
         self.max_last_share = max_last_share
-        self.cadence = Cadence(
-            warmup_windows, warmup_every, warmup_threshold, every, threshold, trial_windows, freeze_after
-        )
+        self.cadence = Cadence.of("Adaptive", cadence, **options)
 
     def plan(self, costs: GroupCosts) -> Plan:
         return self.resized(costs)

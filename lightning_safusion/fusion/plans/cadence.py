@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
+
+from typing_extensions import Unpack
+
+
+class CadenceOptions(TypedDict, total=False):
+    """The arguments of :class:`Cadence`, as its users took them one by one before they took a cadence."""
+
+    warmup_windows: int
+    warmup_every: int
+    warmup_threshold: float
+    every: int
+    threshold: float
+    trial_windows: int
+    freeze_after: int | None
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,26 @@ class Cadence:
     def once(cls, windows: int) -> Cadence:
         """One plan from what the first ``windows`` windows have measured, and no other."""
         return cls(warmup_windows=windows, warmup_every=windows, freeze_after=windows, on_trial=False)
+
+    @classmethod
+    def of(cls, owner: str, cadence: Cadence | None, **options: Unpack[CadenceOptions]) -> Cadence:
+        """The given cadence, the default one, or one of the options that ``owner`` was given in its place.
+
+        Raises:
+            TypeError: If both are given.
+        """
+        if not options:
+            return cadence or cls()
+        names = ", ".join(options)
+        if cadence is not None:
+            raise TypeError(f"{owner} has a cadence, and {names} as well: give these to the Cadence")
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        warnings.warn(
+            f"{names} of {owner} will go with the next release: write {owner}(cadence=Cadence({given}))",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return cls(**options)
 
     def __post_init__(self) -> None:
         for name in ("warmup_every", "every", "trial_windows"):

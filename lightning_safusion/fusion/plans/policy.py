@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -11,9 +11,7 @@ from lightning_safusion.fusion.plans.cadence import Cadence, ReplanSchedule
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.pricing import NO_BOUNDS, Bounds, GroupPricer, element_edges, predict_finish
-
-if TYPE_CHECKING:
-    from lightning_safusion.fusion.plans.searching import CutSearch
+from lightning_safusion.fusion.plans.searching import CutSearch
 
 # Share of the finish that is not worth more buffers: each costs the host some work that no cost line shows.
 _AS_GOOD = 0.01
@@ -158,6 +156,48 @@ class Naive(FusionPolicy):
 
     def plan(self, costs: GroupCosts) -> Plan:
         return Single().plan(costs)
+
+
+class Cupcake(FusionPolicy):
+    """Cupcake (MLSys 2023): contiguous groups, found by trying cuts out on the running job.
+
+    For selection after fusion (``scope="group"``). What is compared is the agreed time from the first gradient to the
+    last mean; the release takes rank 0's time of an iteration, of which this is the part that cuts can change. A search
+    begins anew where the density or the order of the gradients changes, and continues from a checkpoint.
+
+    In a deterministic training, which measures nothing, the groups hold equally many tensors: the release's default.
+
+    Args:
+        groups: Largest number of groups; two in all released commands.
+        tolerance: Share of the time that a further cut must save.
+        windows: Windows by which each cut is judged.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    name = "cupcake"
+    needs_costs = True
+
+    def __init__(self, groups: int = 2, tolerance: float = 0.0, windows: int = 20) -> None:
+        if groups < 1:
+            raise ValueError(f"groups must be 1 or more, got {groups}")
+        if not 0.0 <= tolerance < 1.0:
+            raise ValueError(f"tolerance is a share in [0, 1), got {tolerance}")
+        if windows < 1:
+            raise ValueError(f"windows must be 1 or more, got {windows}")
+        self.groups = groups
+        self.tolerance = tolerance
+        self.windows = windows
+
+    def plan(self, costs: GroupCosts) -> Plan:
+        total = len(costs.numels)
+        groups = min(self.groups, total)
+        stops = [total // groups * group for group in range(1, groups)]
+        return GroupPricer(costs).plan([*stops, total] if total else [])
+
+    def search(self, tensors: int) -> CutSearch:
+        return CutSearch(tensors, self.groups, self.tolerance, self.windows)
 
 
 class PlannedOnce(FusionPolicy):

@@ -6,8 +6,7 @@ from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.espresso import Espresso
 from lightning_safusion.fusion.plans.hipress import HiPress
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
-from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
-from lightning_safusion.fusion.plans.searching import Cupcake
+from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Cupcake, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.plans.selective import Selective
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.lookup import look_up

@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from itertools import pairwise
 
-from lightning_safusion.fusion.plans.costs import GroupCosts
-from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.fusion.plans.policy import FusionPolicy
-from lightning_safusion.fusion.plans.pricing import GroupPricer
-
 
 class CutSearch:
     """Cupcake's search, one partition at a time; no model of the job and no number of the network is needed.
@@ -86,45 +81,3 @@ def _search_one(stops: Sequence[int], low: int, high: int) -> Generator[list[int
     yield from probe(left)
     seconds, cut = min((seconds, cut) for cut, seconds in probes.items())
     return seconds, sorted([*stops, cut])
-
-
-class Cupcake(FusionPolicy):
-    """Cupcake (MLSys 2023): contiguous groups, found by trying cuts out on the running job.
-
-    For selection after fusion (``scope="group"``). What is compared is the agreed time from the first gradient to the
-    last mean; the release takes rank 0's time of an iteration, of which this is the part that cuts can change. A search
-    begins anew where the density or the order of the gradients changes, and continues from a checkpoint.
-
-    In a deterministic training, which measures nothing, the groups hold equally many tensors: the release's default.
-
-    Args:
-        groups: Largest number of groups; two in all released commands.
-        tolerance: Share of the time that a further cut must save.
-        windows: Windows by which each cut is judged.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
-
-    name = "cupcake"
-    needs_costs = True
-
-    def __init__(self, groups: int = 2, tolerance: float = 0.0, windows: int = 20) -> None:
-        if groups < 1:
-            raise ValueError(f"groups must be 1 or more, got {groups}")
-        if not 0.0 <= tolerance < 1.0:
-            raise ValueError(f"tolerance is a share in [0, 1), got {tolerance}")
-        if windows < 1:
-            raise ValueError(f"windows must be 1 or more, got {windows}")
-        self.groups = groups
-        self.tolerance = tolerance
-        self.windows = windows
-
-    def plan(self, costs: GroupCosts) -> Plan:
-        total = len(costs.numels)
-        groups = min(self.groups, total)
-        stops = [total // groups * group for group in range(1, groups)]
-        return GroupPricer(costs).plan([*stops, total] if total else [])
-
-    def search(self, tensors: int) -> CutSearch:
-        return CutSearch(tensors, self.groups, self.tolerance, self.windows)

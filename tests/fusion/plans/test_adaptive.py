@@ -89,9 +89,18 @@ def test_schedule_resumes_where_it_was_interrupted() -> None:
 )
 def test_bad_schedules_are_refused(options: dict[str, float]) -> None:
     name, value = next(iter(options.items()))
-    for kind in (Cadence, Adaptive):
-        with pytest.raises(ValueError, match=f"{name} .*got {value}"):
-            kind(**options)
+    with pytest.raises(ValueError, match=f"{name} .*got {value}"):
+        Cadence(**options)  # type: ignore[arg-type]  # what is refused
+
+
+def test_options_of_a_cadence_are_taken_one_by_one_for_one_more_release() -> None:
+    with pytest.warns(DeprecationWarning, match=r"write Adaptive\(cadence=Cadence\(every=3, freeze_after=None\)\)"):
+        policy = Adaptive(every=3, freeze_after=None)
+    assert policy.cadence == Cadence(every=3)
+    with pytest.raises(TypeError, match="every as well"):
+        Adaptive(cadence=Cadence(), every=3)
+    with pytest.raises(TypeError, match="evry"):
+        Adaptive(evry=3)  # type: ignore[call-arg]  # the mistake
 
 
 def test_bad_policy_options_are_refused() -> None:
@@ -110,7 +119,7 @@ def test_policy_plans_by_its_rule() -> None:
 
 
 def test_policy_hands_its_cadence_to_each_schedule() -> None:
-    policy = Adaptive(warmup_windows=4, warmup_every=2, every=3, threshold=0.2)
+    policy = Adaptive(cadence=Cadence(warmup_windows=4, warmup_every=2, every=3, threshold=0.2))
     schedule = policy.schedule()
     assert [window for window in range(1, 12) if schedule.advance()] == [2, 4, 7, 10]
     assert schedule.threshold == 0.2

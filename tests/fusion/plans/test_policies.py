@@ -17,10 +17,9 @@ from lightning_safusion.fusion.plans.espresso import Espresso
 from lightning_safusion.fusion.plans.hipress import HiPress
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
 from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
+from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Cupcake, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.plans.profile import job_costs
 from lightning_safusion.fusion.plans.registry import resolve_fusion
-from lightning_safusion.fusion.plans.searching import Cupcake
 from lightning_safusion.fusion.plans.ticking import Horovod
 
 POLICIES: list[FusionPolicy] = [

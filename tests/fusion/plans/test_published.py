@@ -19,10 +19,9 @@ import torch
 from lab.planner_loss import predict_behind
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
 from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.fusion.plans.policy import FusionPolicy
+from lightning_safusion.fusion.plans.policy import Cupcake, FusionPolicy
 from lightning_safusion.fusion.plans.pricing import GroupPricer, predict_finish
 from lightning_safusion.fusion.plans.registry import resolve_fusion
-from lightning_safusion.fusion.plans.searching import Cupcake
 from tests.cluster import Cluster, conserved, settings
 from tests.fusion.plans.test_merging import searched
 from tests.fusion.test_planning import Job, Rank, actions, resumed
