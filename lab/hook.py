@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_safusion.comm import TorchTransport
 from lightning_safusion.comm.exchange import TensorFlag
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.fused import FusedShipment
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
@@ -65,7 +65,7 @@ def wrapped(tensors: int, width: int, hook: str, sparse: float, per_buffer: int)
         )
         specs = specs_from_parameters(parameters)
         measure = not per_buffer
-        controller = build_engine(settings, specs, TorchTransport(), torch.device("cpu"), measure)
+        controller = build_engine(settings, specs, TorchTransport(), torch.device("cpu"), JobTraits(measure=measure))
         ddp.register_comm_hook(None, DDPHook(controller, [p for _, p in parameters]).run)
     data = torch.randn(4, width)
 
@@ -106,7 +106,9 @@ def pushed(tensors: int, width: int, steps: int) -> tuple[float, int]:
         patch("lightning_safusion.kernels.cuda.buffer.launch", lambda *arguments, **constants: None),
         patch.object(WindowKernels, "read", all_fresh),
     ):
-        engine = build_engine(settings, specs, SoloTransport(), torch.device("cpu"), False, deferred=True)
+        engine = build_engine(
+            settings, specs, SoloTransport(), torch.device("cpu"), JobTraits(measure=False, deferred=True)
+        )
         grads, times = [torch.zeros(size) for size in sizes], []
         for _ in range(steps):
             begin = time.process_time()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lab.virtual.transport import local_transports
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plans.registry import resolve_fusion
@@ -91,9 +91,7 @@ class Cluster:
                 self.specs,
                 self.transports[rank],
                 torch.device("cpu"),
-                measure,
-                deferred=deferred,
-                node=nodes[rank] if nodes is not None else None,
+                JobTraits(measure=measure, deferred=deferred, node=nodes[rank] if nodes is not None else None),
             )
         )
 

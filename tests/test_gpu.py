@@ -23,7 +23,7 @@ from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.fusion import offload
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
 from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.kernels.cuda import serves
@@ -52,7 +52,7 @@ def train(
     chosen = settings(**({"collective": "allgather"} | options))
     nccl = backend == "nccl"
     specs = specs_from_parameters(params)
-    controller = build_engine(chosen, specs, TorchTransport(), device, measure=False, deferred=nccl)
+    controller = build_engine(chosen, specs, TorchTransport(), device, JobTraits(measure=False, deferred=nccl))
     hook = DDPHook(controller, [param for _, param in params])
     ddp.register_comm_hook(None, hook.run)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

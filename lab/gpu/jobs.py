@@ -12,7 +12,7 @@ from torch import Tensor
 from lab.gpu.device import Device
 from lightning_safusion.comm.transport.interface import FinishedWork, ReduceOp, Transport, Work, group_of
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plans.policy import Aligned
 from lightning_safusion.fusion.settings import EngineSettings
@@ -127,7 +127,9 @@ class Job:
         **given: Any,
     ) -> None:
         self.specs, self.device, self.settings = list(specs), place.device, default_settings(len(specs), **given)
-        self.engine = build_engine(self.settings, self.specs, transport, self.device, False, deferred=deferred)
+        self.engine = build_engine(
+            self.settings, self.specs, transport, self.device, JobTraits(measure=False, deferred=deferred)
+        )
         fused = deferred if fused is None else fused
         if not (fused and place.cuda):
             self.engine.fused.serves = fused  # in the interpreter too

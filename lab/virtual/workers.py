@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lab.virtual.transport import local_transports
 from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.fused import FusedPath
@@ -159,7 +159,7 @@ class Engines(Averager):
         self.controllers: list[Engine] = list(
             self._pool.map(
                 lambda rank: build_engine(
-                    settings[rank], specs, transports[rank], device, measure=False, deferred=deferred
+                    settings[rank], specs, transports[rank], device, JobTraits(measure=False, deferred=deferred)
                 ),
                 range(workers),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +24,26 @@ from lightning_safusion.fusion.ticks import Ticks
 
 # Differences that are named; those of a model may be thousands.
 _SHOWN = 8
+
+
+@dataclass(frozen=True)
+class JobTraits:
+    """What the engine must know of a job beside its settings and tensors.
+
+    Args:
+        measure: Plan with measured times. False: with modelled ones, so that a seeded run repeats bit for bit.
+        overlap: Launch buffers while gradients still arrive; see :class:`Engine`.
+        deferred: Never wait for the device within a step; see :class:`Engine`. Ignored where buffers fill at each
+            worker's own pace.
+        node: Name of the node that this rank runs on, for ``collective="hierarchical"``.
+        plain_ddp_allowed: Plain DDP may replace the engine if that is faster.
+    """
+
+    measure: bool = True
+    overlap: bool = True
+    deferred: bool = False
+    node: Hashable = None
+    plain_ddp_allowed: bool = False
 
 
 def fingerprint(settings: EngineSettings, specs: Sequence[TensorSpec]) -> dict[str, str]:
@@ -88,12 +109,8 @@ def build_engine(
     specs: Sequence[TensorSpec],
     transport: Transport,
     device: torch.device,
-    measure: bool = True,
+    traits: JobTraits | None = None,
     announce: Callable[[str], None] | None = None,
-    overlap: bool = True,
-    deferred: bool = False,
-    node: Hashable = None,
-    yields: bool = False,
 ) -> Engine:
     """Builds a job's engine. Collective: all ranks call it with equal settings.
 
@@ -102,28 +119,26 @@ def build_engine(
         specs: Trainable parameters in registration order.
         transport: Communicator of the buffers.
         device: Where the gradients live.
-        measure: Plan with measured times. False: with modelled ones, so that a seeded run repeats bit for bit.
+        traits: What else there is to know; the defaults if None.
         announce: Called with a line on the buffers of a plan when other collectives are used than before.
-        overlap: Launch buffers while gradients still arrive; see :class:`Engine`.
-        deferred: Never wait for the device within a step; see :class:`Engine`. Ignored where buffers fill at each
-            worker's own pace.
-        node: Name of the node that this rank runs on, for ``collective="hierarchical"``.
-        yields: Plain DDP may replace the engine if that is faster.
     """
+    traits = traits or JobTraits()
     layout = Layout(tuple(specs))
     settings.memory.world_size = transport.world_size
     settings.memory.bind(layout.edges.tolist(), device)
     choice = find_collective(settings.collective).choice
     if choice == "auto" and settings.memory.lives_on_sparsity:
         choice = "allgather"
-    prior = calibrate(transport, device) if measure and (settings.fusion.needs_costs or choice == "auto") else None
+    prior = (
+        calibrate(transport, device) if traits.measure and (settings.fusion.needs_costs or choice == "auto") else None
+    )
     # on processors shards are more work, which can be more than they save
     links = None if device.type == "cpu" else prior
     collective = _collective(settings, specs, transport.world_size, links, announce)
     timer = settings.fusion if isinstance(settings.fusion, Horovod) else None
     ticks = Ticks(transport.host_subgroup(), timer.cycle_s) if timer else None
     # launched at each rank's own pace, between the collectives of the model's own backward (SyncBatchNorm)
-    communicators = collective.connect(transport, node, own=timer is not None)
+    communicators = collective.connect(transport, traits.node, own=timer is not None)
     nodes = communicators.nodes
     if nodes is not None and len(nodes.nodes) == 1 and announce is not None:
         name = settings.collective
@@ -133,12 +148,12 @@ def build_engine(
     if prior is not None and collective.exchange is ShardedExchange:
         prior["allgather"] = ShardedExchange.cost(prior["allgather"], transport.world_size)
     # narrow gradients cannot represent a mean exactly: the rest stays in the residual; DDP sends wide ones as float64
-    yields = yields and settings.replaceable and all(spec.dtype == torch.float32 for spec in specs)
-    planner = Planner(settings.fusion, transport, choice, prior, announce, yields)
+    replaceable = settings.replaceable and all(spec.dtype == torch.float32 for spec in specs)
+    planner = Planner(settings.fusion, transport, choice, prior, announce, traits.plain_ddp_allowed and replaceable)
     dense_first = choice != "allgather" and not settings.memory.shapes_updates
     # the others negotiate counts on the host
-    deferred = deferred and not settings.fusion.streams and timer is None and collective.stream_ordered
+    deferred = traits.deferred and not settings.fusion.streams and timer is None and collective.stream_ordered
     offload = None
     if settings.offload:
-        offload = Offloader(space, *selection_costs(settings.compressor, device, measure))
-    return Engine(space, planner, settings.density, dense_first, overlap, deferred, offload, ticks)
+        offload = Offloader(space, *selection_costs(settings.compressor, device, traits.measure))
+    return Engine(space, planner, settings.density, dense_first, traits.overlap, deferred, offload, ticks)

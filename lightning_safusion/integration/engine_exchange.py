@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_safusion.comm.catalogue import Collective
 from lightning_safusion.comm.transport.interface import Transport, during
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
@@ -102,12 +102,14 @@ class EngineExchange(GradientExchange):
                 specs,
                 transport,
                 device,
-                measure=not torch.are_deterministic_algorithms_enabled(),
-                announce=announce,
-                overlap=overlap,
-                deferred=overlap and not self._static_graph and never_waits,
-                node=node,
-                yields=replaceable,
+                JobTraits(
+                    measure=not torch.are_deterministic_algorithms_enabled(),
+                    overlap=overlap,
+                    deferred=overlap and not self._static_graph and never_waits,
+                    node=node,
+                    plain_ddp_allowed=replaceable,
+                ),
+                announce,
             )
         if device.type == "cuda":
             _say_what_cuda_needs(settings, self.engine.space.collective, transport)

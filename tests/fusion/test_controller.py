@@ -21,7 +21,7 @@ from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.interface import ReduceOp, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion import build, engine
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.events import Clock
 from lightning_safusion.sparsify import NoMemory, Segments, Selection, TopK
 from lightning_safusion.sparsify.selection.survey import Selector
@@ -62,8 +62,7 @@ def test_where_ranks_submit_at_different_points_nothing_is_asked_when_a_window_b
         tensors,
         transport,
         torch.device("cpu"),
-        measure=False,
-        overlap=False,
+        JobTraits(measure=False, overlap=False),
     )
     for _ in range(18):
         for spec in reversed(tensors):
@@ -347,7 +346,9 @@ def test_buffers_are_announced_once() -> None:
     said: list[str] = []
     transports = local_transports(1)
     options = settings(fusion="aligned", collective="allreduce")
-    controller = build_engine(options, specs(), transports[0], torch.device("cpu"), False, said.append)
+    controller = build_engine(
+        options, specs(), transports[0], torch.device("cpu"), JobTraits(measure=False), said.append
+    )
     for _ in range(4):
         for spec in reversed(specs()):
             controller.push(spec.index, torch.ones(spec.numel))

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_safusion.comm import default_transport
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
 from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.sparsify import available_sparsifiers
@@ -86,8 +86,7 @@ def wrap(model: nn.Module, options: dict[str, Any] | None, **ddp_options: Any) -
         specs_from_parameters(named),
         default_transport(),
         torch.device("cpu"),
-        measure=False,
-        overlap=not ddp_options.get("find_unused_parameters"),
+        JobTraits(measure=False, overlap=not ddp_options.get("find_unused_parameters")),
     )
     hook = DDPHook(controller, [p for _, p in named], sparse, bool(ddp_options.get("static_graph")), untrained)
     ddp.register_comm_hook(None, hook.run)

@@ -24,7 +24,7 @@ from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.transport.interface import LaterWork, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import WindowEvents
@@ -45,6 +45,7 @@ from tests.fusion.test_controller import Failing
 from tests.quick import slow
 
 #: For the fake device, on which every operation takes a millisecond.
+DEFERRED = JobTraits(measure=False, deferred=True)
 FEW = ((40, 30), (40,), (1,), (0,), (90, 70), (7, 11))
 
 
@@ -229,7 +230,7 @@ def test_the_host_never_waits_for_a_cuda_device(
 ) -> None:
     device, described = device_ends_windows, specs(FEW, dtype=dtype, dense=(1,))
     chosen = settings(**({"collective": "allgather"} | options))
-    windows(build_engine(chosen, described, SoloTransport(), device, False, deferred=True), device)
+    windows(build_engine(chosen, described, SoloTransport(), device, DEFERRED), device)
 
 
 OWNED: list[tuple[dict[str, Any], bool]] = [({"wire": "q4"}, True), ({"compressor": "gaussiank"}, False)]
@@ -246,7 +247,7 @@ def test_the_host_never_waits_for_an_owner(
 ) -> None:
     device, described = device_ends_windows, specs(FEW, dense=(1,))
     chosen = settings(**({"collective": "sharded"} | options))
-    engine = build_engine(chosen, described, Silent(3), device, False, deferred=True)
+    engine = build_engine(chosen, described, Silent(3), device, DEFERRED)
     if by_update:
         moments = [Moment(torch.zeros(spec.numel, device=device), 1e-8) for spec in described]
         engine.space.compare_in(UpdateUnits(moments.__getitem__, device))
@@ -260,14 +261,17 @@ def test_a_device_does_not_say_when_a_phase_has_ended(
     called: list[Any] = []
     monkeypatch.setattr(ShardedExchange, "_note_arrival", called.append)
     chosen = settings(collective="sharded")
-    windows(build_engine(chosen, specs(FEW), Silent(3), device_ends_windows, False, deferred=True), device_ends_windows)
+    windows(
+        build_engine(chosen, specs(FEW), Silent(3), device_ends_windows, DEFERRED),
+        device_ends_windows,
+    )
     assert not called
 
 
 @pytest.mark.parametrize("collective", ["hybrid", "sharded", *slow(("allgather", "allreduce"))])
 def test_the_host_does_not_wait_to_send_a_notice(device_ends_windows: torch.device, collective: str) -> None:
     device, chosen = device_ends_windows, settings(collective=collective)
-    engine = build_engine(chosen, specs(FEW, dense=(1,)), SoloTransport(), device, False, deferred=True)
+    engine = build_engine(chosen, specs(FEW, dense=(1,)), SoloTransport(), device, DEFERRED)
     engine.notices = int(Notice.TERMINATE | Notice.REQUEUE)
     windows(engine, device)
 
@@ -302,7 +306,7 @@ def test_means_of_narrow_gradients_take_as_many_launches_for_many_tensors_as_for
             patched.setattr(Shipment, "commit", counted(Shipment.commit))
             tensors = specs(((64, 3),) * number, dtype=dtype)
             chosen = settings(collective="allgather", memory=memory)
-            engine = build_engine(chosen, tensors, SoloTransport(), device_ends_windows, False, deferred=True)
+            engine = build_engine(chosen, tensors, SoloTransport(), device_ends_windows, DEFERRED)
             for spec in reversed(tensors):
                 engine.push(spec.index, torch.zeros(spec.numel, device=device_ends_windows, dtype=dtype))
             engine.drain()
@@ -324,7 +328,7 @@ def test_memory_of_a_device_is_what_the_documents_say(
     moments = [Moment(torch.zeros(spec.numel, device=device_ends_windows), 1e-8) for spec in tensors]
     with Allocated() as memory:
         chosen = settings(collective="allgather", density=0.1, wire="q4")
-        engine = build_engine(chosen, tensors, SoloTransport(), device_ends_windows, False, deferred=True)
+        engine = build_engine(chosen, tensors, SoloTransport(), device_ends_windows, DEFERRED)
         if by_update:
             engine.space.compare_in(UpdateUnits(moments.__getitem__, device_ends_windows))
         for _ in range(4):
@@ -359,12 +363,12 @@ def test_the_drain_where_the_host_decides_does_wait(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Planner, "verify", lambda *_: None)
     chosen = settings(collective="allgather")
     with fake_cuda(monkeypatch) as device, pytest.raises(DataDependentOutputException):
-        windows(build_engine(chosen, specs(FEW), SoloTransport(), device, measure=False), device)
+        windows(build_engine(chosen, specs(FEW), SoloTransport(), device, JobTraits(measure=False)), device)
 
 
 def test_each_stream_waits_for_the_one_before_it(device_ends_windows: torch.device) -> None:
     chosen = settings(collective="allgather")
-    controller = build_engine(chosen, specs(FEW), SoloTransport(), device_ends_windows, measure=False, deferred=True)
+    controller = build_engine(chosen, specs(FEW), SoloTransport(), device_ends_windows, DEFERRED)
     windows(controller, device_ends_windows)
     backward = torch.cuda.current_stream()
     waits = [(who, whom) for who, _, whom in Stream.log]
@@ -382,7 +386,10 @@ def test_a_shard_of_dense_tensors_is_decoded_when_its_headers_are_there(device_e
     """No later collective is waited for then: the headers are made in the stream of the phases."""
     described = specs(FEW, dense=tuple(range(len(FEW))))
     chosen = settings(collective="sharded", fusion="wfbp")
-    windows(build_engine(chosen, described, Silent(3), device_ends_windows, False, deferred=True), device_ends_windows)
+    windows(
+        build_engine(chosen, described, Silent(3), device_ends_windows, DEFERRED),
+        device_ends_windows,
+    )
     select, phases, arrivals = Stream.log[0][0], Stream.log[1][0], Stream.log[2][0]
     assert len({select, phases, arrivals}) == 3
     waits = [(who, whom) for who, _, whom in Stream.log]
@@ -410,7 +417,7 @@ def test_units_live_until_the_phases_have_read_them(
 
     monkeypatch.setattr(Shipment, "commit", committed)
     chosen = settings(collective="sharded", fusion="single")
-    engine = build_engine(chosen, specs(FEW), Silent(3), device_ends_windows, False, deferred=True)
+    engine = build_engine(chosen, specs(FEW), Silent(3), device_ends_windows, DEFERRED)
     engine.space.compare_in(UpdateUnits(moment, device_ends_windows))
     windows(engine, device_ends_windows)
     assert alive[-1] >= len(specs(FEW)) - 1  # an empty tensor has none
@@ -424,7 +431,7 @@ def test_a_review_of_shared_quotas_waits_when_the_next_window_begins(
     monkeypatch.setattr(LargestCounts, "read", lambda counts: counts)
     chosen = settings(collective="allgather", quota="shared")
     windows(
-        build_engine(chosen, specs(FEW), SoloTransport(), device_ends_windows, False, deferred=True),
+        build_engine(chosen, specs(FEW), SoloTransport(), device_ends_windows, DEFERRED),
         device_ends_windows,
     )
     assert len(reviews) == 2
@@ -435,7 +442,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> tuple[Engi
     awaited: list[Stream] = []
     monkeypatch.setattr(Stream, "synchronize", lambda stream: awaited.append(stream))
     chosen = settings(collective="allgather", fusion="wfbp")
-    engine = build_engine(chosen, specs(FEW), SoloTransport(), device, measure=False, deferred=True)
+    engine = build_engine(chosen, specs(FEW), SoloTransport(), device, DEFERRED)
     windows(engine, device)
     return engine, awaited
 
@@ -490,7 +497,7 @@ def test_exchanges_are_timed_without_the_decoding_of_the_buffer_before(
     monkeypatch.setattr(DeviceDrain, "_decode", slow)
     seen: list[WindowEvents] = []
     chosen = settings(collective="allgather", fusion="wfbp")
-    engine = build_engine(chosen, specs(FEW), OneLink(), device_ends_windows, measure=False, deferred=True)
+    engine = build_engine(chosen, specs(FEW), OneLink(), device_ends_windows, DEFERRED)
     engine.observers.append(SimpleNamespace(observe=seen.append))
     windows(engine, device_ends_windows)
     buffers = seen[-1].buffers
@@ -516,7 +523,7 @@ def test_arrivals_are_those_without_the_engine_where_the_host_is_the_bottleneck(
     monkeypatch.setattr(Shipment, "fill", slow)
     seen: list[WindowEvents] = []
     chosen = settings(collective="allgather", fusion="wfbp")
-    engine = build_engine(chosen, specs(FEW), SoloTransport(), device_ends_windows, measure=False, deferred=True)
+    engine = build_engine(chosen, specs(FEW), SoloTransport(), device_ends_windows, DEFERRED)
     engine.observers.append(SimpleNamespace(observe=seen.append))
     backward = torch.cuda.current_stream()
     for _ in range(4):

@@ -23,7 +23,7 @@ from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion import fused
 from lightning_safusion.fusion.buffers import Buffer
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.kernels.cuda import buffer, work
@@ -107,7 +107,9 @@ class Device:
 
     def engine(self, device: torch.device, transport: Transport | None = None) -> Engine:
         transport = transport or SoloTransport()
-        made = build_engine(settings(**self.options), self.specs, transport, device, False, deferred=True)
+        made = build_engine(
+            settings(**self.options), self.specs, transport, device, JobTraits(measure=False, deferred=True)
+        )
         self.grads = self.grads or {s.index: torch.empty(s.numel, dtype=s.dtype, device=device) for s in self.specs}
         return made
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion.buffers import Buffer
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.sparsify import TopK
 from lightning_safusion.sparsify.base import Segments, Selection
@@ -42,7 +42,9 @@ def made(work: Callable[[], object]) -> int:
 
 def pooled_engine(device: torch.device, dense: tuple[int, ...] = ()) -> Engine:
     options = settings(fusion="single", collective="allgather", quota="pooled", density=0.01)
-    engine = build_engine(options, specs(SHAPES, dense=dense), SoloTransport(), device, False, deferred=True)
+    engine = build_engine(
+        options, specs(SHAPES, dense=dense), SoloTransport(), device, JobTraits(measure=False, deferred=True)
+    )
     for _ in range(3):
         window(engine, device)
     return engine

@@ -19,7 +19,7 @@ from lightning_safusion import Segments, Selection, SIDCo, TopK
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion import offload
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.offload import Offloader, selection_costs
 from lightning_safusion.fusion.plans.selective import Selective, choose_offloaded
 from lightning_safusion.sparsify import resolve_sparsifier
@@ -284,7 +284,7 @@ def test_the_hook_never_waits_for_a_cuda_device(monkeypatch: pytest.MonkeyPatch)
     with fake_cuda(monkeypatch) as device:
         chosen = settings(collective="hybrid", fusion=Selective(3), offload=True)
         tensors = specs(SHAPES, dense=(3,))
-        controller = build_engine(chosen, tensors, SoloTransport(), device, measure=False, deferred=True)
+        controller = build_engine(chosen, tensors, SoloTransport(), device, JobTraits(measure=False, deferred=True))
         for _ in range(4):
             for spec in reversed(tensors):
                 controller.push(spec.index, torch.zeros(spec.numel, device=device))

@@ -19,7 +19,7 @@ import torch
 from lab.virtual.transport import local_transports
 from lightning_safusion.comm.cost import LINKS, LinearCost
 from lightning_safusion.comm.transport.interface import Transport
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.events import BufferEvents, WindowEvents
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.adaptive import Adaptive, Tuned
@@ -132,7 +132,7 @@ class Rank:
     ) -> None:
         self.job, self.policy = job, policy
         self.transport = transport or local_transports(1)[0]
-        engine = build_engine(settings(), specs(SHAPES), self.transport, torch.device("cpu"), measure=False)
+        engine = build_engine(settings(), specs(SHAPES), self.transport, torch.device("cpu"), JobTraits(measure=False))
         self.space = engine.space
         self.space.set_density(0.05)
         self.planner = Planner(policy, self.transport, collective, job.lines, yields=yields)

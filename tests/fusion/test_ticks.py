@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lab.virtual.transport import local_transports
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.ticking import Horovod, fuse_ready
@@ -247,7 +247,9 @@ def test_where_nothing_may_leave_early_nothing_is_asked() -> None:
     controllers = []
     for transport in local_transports(1):
         made = settings(fusion=Horovod(threshold_bytes=4000), **SPARSE)
-        controllers.append(build_engine(made, specs(), transport, torch.device("cpu"), False, overlap=False))
+        controllers.append(
+            build_engine(made, specs(), transport, torch.device("cpu"), JobTraits(measure=False, overlap=False))
+        )
     (controller,) = controllers
     for step in range(4):
         generator = torch.Generator().manual_seed(step)

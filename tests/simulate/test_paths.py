@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_safusion.comm.transport.interface import FinishedWork, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.device_drain import DeviceDrain
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.planning import Planner
@@ -153,7 +153,7 @@ def test_a_window_of_operations(
     counting = Counting("cuda")
     with fake_cuda(monkeypatch) as device:
         parts = settings(fusion=Aligned(tensors // buffers), **options)
-        engine = build_engine(parts, described, Ranks(workers), device, False, deferred=True)
+        engine = build_engine(parts, described, Ranks(workers), device, JobTraits(measure=False, deferred=True))
         grads = [torch.empty(_NUMEL, device=device) for _ in described]
         for _ in range(3):
             window(engine, range(tensors)[::-1], grads)

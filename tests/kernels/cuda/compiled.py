@@ -18,7 +18,7 @@ from triton.compiler import CompiledKernel
 from lab.kernels.compiling import Target
 from lightning_safusion.comm.exchange import TensorFlag
 from lightning_safusion.fusion import fused
-from lightning_safusion.fusion.build import build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.kernels.cuda import buffer, launch
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
@@ -61,7 +61,7 @@ def compiled(sizes: Sequence[int], workers: int, dtype: torch.dtype, **options: 
     specs = [TensorSpec(f"t{i}", i, (size,), size, dtype) for i, size in enumerate(sizes)]
     used = settings(**{"collective": "allgather", "wire": "q4", "density": 0.02} | options)
     device = torch.device("cpu")
-    engine = build_engine(used, specs, Silent(workers), device, False, deferred=True)
+    engine = build_engine(used, specs, Silent(workers), device, JobTraits(measure=False, deferred=True))
     moments, grads = (
         [Moment(torch.zeros(size), 1e-8) for size in sizes],
         [torch.zeros(size, dtype=dtype) for size in sizes],
