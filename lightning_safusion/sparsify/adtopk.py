@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_safusion.lookup import check_name
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, constant_of_segments, element_quota
 from lightning_safusion.sparsify.oktopk import OkTopk
-from lightning_safusion.sparsify.selection.select import pooled, segmented_view
+from lightning_safusion.sparsify.selection.select import largest, pooled
 from lightning_safusion.sparsify.selection.survey import SpanSurvey
 from lightning_safusion.sparsify.selection.torch_view import compact
 
@@ -75,7 +75,7 @@ class ADTopk(Sparsifier):
             return self._top_rows(x, segments)
         if self._reused is not None and step >= _WARM_UP:
             return self._reused.select(x, segments, step, survey)
-        return segmented_view(x, segments, survey).top()
+        return largest(x, segments, survey)
 
     def state_dict(self) -> dict[str, Any]:
         """Reused thresholds, see :meth:`OkTopk.state_dict`."""

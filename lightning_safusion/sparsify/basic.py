@@ -14,8 +14,7 @@ from lightning_safusion.sparsify.selection.select import (
     SegmentedView,
     ThresholdSparsifier,
     empty_selection,
-    pooled,
-    segmented_view,
+    largest,
 )
 from lightning_safusion.sparsify.selection.survey import SpanSurvey
 from lightning_safusion.sparsify.selection.view import device_constant
@@ -35,15 +34,7 @@ class TopK(Sparsifier):
     estimates: ClassVar[bool] = False
 
     def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
-        if segments.pool:
-            chosen = segmented_view(x, segments, survey).top_pooled()
-            if chosen is not None:
-                return chosen
-            known = {} if survey is None else {"survey": survey}  # `select` of a subclass may take none
-            return pooled(x, segments, lambda span, whole: self.select(span, whole, step, **known), survey)
-        if segments.capacity == 0 or segments.numel == 0:
-            return empty_selection(x.device)
-        return segmented_view(x, segments, survey).top()
+        return largest(x, segments, survey)
 
 
 class NoCompression(TopK):

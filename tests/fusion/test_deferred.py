@@ -44,8 +44,8 @@ from tests.cuda import Allocated, Launches, Silent, Stream, fake_cuda, read_noth
 from tests.fusion.test_controller import Failing
 from tests.quick import slow
 
-#: For the fake device, on which every operation takes a millisecond.
 DEFERRED = JobTraits(measure=False, deferred=True)
+#: For the fake device, on which every operation takes a millisecond.
 FEW = ((40, 30), (40,), (1,), (0,), (90, 70), (7, 11))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from itertools import compress
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from lightning_safusion.sparsify.selection.survey import SpanSurvey
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.selection.view import NumpyView, SegmentedView, device_constant
 
-__all__ = ["SegmentedView", "ThresholdSparsifier", "empty_selection", "pooled", "segmented_view"]
+__all__ = ["SegmentedView", "ThresholdSparsifier", "empty_selection", "largest", "pooled", "segmented_view"]
 
 
 def segmented_view(x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> SegmentedView:
@@ -51,6 +52,20 @@ def empty_selection(device: torch.device) -> Selection:
     """The selection of nothing."""
     positions = torch.empty(0, dtype=torch.int64, device=device)
     return Selection(positions, positions.to(torch.float32), 0)
+
+
+def largest(x: Tensor, segments: Segments, survey: SpanSurvey | None = None) -> Selection:
+    """The quota of every segment from its largest elements, and the pool from the largest of all others.
+
+    Of equals the first ones are taken. For the arguments see :func:`segmented_view`.
+    """
+    if segments.capacity == 0 or segments.numel == 0:
+        return empty_selection(x.device)
+    view = segmented_view(x, segments, survey)
+    if not segments.pool:
+        return view.top()
+    chosen = view.top_pooled()
+    return pooled(x, segments, partial(largest, survey=survey), survey) if chosen is None else chosen
 
 
 def pooled(
