@@ -23,7 +23,6 @@ from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
-from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.settings import EngineSettings
 
 # Points of a curve.
@@ -123,7 +122,7 @@ def check_trainable(row: TrainedRow, task: Task) -> None:
     system, settings = row.published, row.strategy(_DENSITY).settings
     if system.ddp_hook == "local":
         reason = "workers hold different weights, and virtual ones share them"
-    elif settings.fusion.streams or isinstance(settings.fusion, Horovod):
+    elif settings.fusion.streams or settings.fusion.ticking:
         reason = "what shares a buffer is a matter of each step's timing, which virtual workers do not have"
     elif find_collective(settings.collective).levels:
         reason = "virtual workers have no nodes"

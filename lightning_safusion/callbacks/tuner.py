@@ -99,7 +99,6 @@ class BufferSizeTuner(StrategyCallback):
         self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
-        """Logs the decisions since the last call."""
         strategy = self._strategy(trainer)
         latest = self.decisions[-1] if self.decisions else None
         new = list(takewhile(lambda decision: decision is not latest, reversed(strategy.decisions)))
@@ -150,5 +149,4 @@ def describe(decision: Decision) -> str:
 
 
 def _less(gain: float) -> str:
-    """A saving, or its opposite, in words."""
     return f"{100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"

@@ -90,7 +90,6 @@ def _collective(
     links: Mapping[str, LinearCost] | None,
     announce: Callable[[str], None] | None,
 ) -> Collective:
-    """What carries the buffers, by the measured costs of the links if they are to decide."""
     if links is None:
         return settings.collective_over(world_size)
     gather, message = links["allgather"], settings.message(specs)

@@ -183,5 +183,4 @@ def _name(value: Any) -> str:
 
 
 def _listed(texts: Sequence[str], last: str) -> str:
-    """``"a, b and c"``."""
     return f" {last} ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))

@@ -246,7 +246,6 @@ class Planner:
             self._handover.count_dense(not sparse and costs.sparse_allowed and not self.opening)
 
     def _try_plain_ddp(self, current: Plan, costs: GroupCosts, seconds: float, shape: JobShape) -> None:
-        """Makes every buffer dense, in DDP's buckets, on trial."""
         self._trial = Trial(current, seconds)
         plan = GroupPricer(replace(costs, sparse_allowed=False)).plan(ddp_buckets(costs.dense_bytes))
         self._change(plan, shape)

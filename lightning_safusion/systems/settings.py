@@ -101,7 +101,6 @@ def job_parts(
 
 
 def _check_dense_rules(dense: Sequence[str], dense_below: int, dense_below_ndim: int) -> None:
-    """Raises :class:`TypeError` or :class:`ValueError` if rules on dense tensors are of another type, or negative."""
     if isinstance(dense, str):
         raise TypeError(f"dense is a list of patterns, got the text {dense!r}: write [{dense!r}]")
     for pattern in dense:

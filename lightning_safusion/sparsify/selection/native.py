@@ -211,7 +211,6 @@ class NativeView(SegmentedView):
         return self._found is not None
 
     def _look(self, wanted: native.Wanted) -> None:
-        """Reads the span."""
         self._keep(wanted, native.survey(self._floats, self._live.parts, wanted))
 
     def _keep(self, wanted: native.Wanted, found: native.Survey) -> None:
@@ -275,7 +274,6 @@ class NativeView(SegmentedView):
         return self._found
 
     def _read(self, floors: np.ndarray, parts: native.Parts) -> native.Lists:
-        """What is above the floors of some runs."""
         found = native.survey(self._floats, parts, native.Wanted(floors, self._live.room))
         if found.lists is None:  # now it is known how many
             found = native.survey(self._floats, parts, native.Wanted(floors, int(found.counts.sum())))
