@@ -32,19 +32,19 @@ _SHELLS = ("bash", "zsh", "tcsh")
 #: Each subcommand: the function that it calls, as ``MODULE:NAME``, and what it does, in a line.
 COMMANDS = {
     "demo": (
-        "lightning_safusion.demo.run:run_demo",
+        "lightning_safusion.tools.demo.run:run_demo",
         "Trains a small network on real data under several systems and compares them.",
     ),
     "plan": (
-        "lightning_safusion.simulate.report:run_plan",
+        "lightning_safusion.tools.plan.report:run_plan",
         "Predicts what each system would do on a cluster, and which settings to take.",
     ),
     "bench": (
-        "lightning_safusion.bench.run:run_bench",
+        "lightning_safusion.tools.bench.run:run_bench",
         "Measures systems side by side in a job of yours, and says which to take.",
     ),
     "systems": (
-        "lightning_safusion.systems.listing:print_systems",
+        "lightning_safusion.tools.listing:print_systems",
         "Prints the systems that SAFusionStrategy(system=...) takes.",
     ),
     "timeline": (
@@ -52,7 +52,7 @@ COMMANDS = {
         "Merges the timelines that OverlapProfiler has written on all ranks.",
     ),
     "report": (
-        "lightning_safusion.report.page:report",
+        "lightning_safusion.tools.report.page:report",
         "Makes a web page of what the callbacks of a run have measured.",
     ),
 }

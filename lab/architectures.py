@@ -3,7 +3,7 @@
 Written from the descriptions in the papers; names follow torchvision and Hugging Face. Work is counted for one sample
 (an image, or a sequence) in floating-point operations of the forward pass, two per multiply-accumulate.
 
-    $ python -m lab traces --output lightning_safusion/simulate/traces
+    $ python -m lab traces --output lightning_safusion/tools/plan/traces
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from lightning_safusion.simulate.trace import Trace, TraceTensor
+from lightning_safusion.profiling.trace import Trace, TraceTensor
 
 # Norms and activations move memory instead of computing: operations that take as long as one element read and written,
 # on a device with 100 operations per byte.
@@ -237,7 +237,7 @@ class _Model(NamedTuple):
 
 
 # Rates that these networks reach on an A100 with mixed precision. BERT-large at 50 + 100 ms and ResNet-50 at 20 + 40 ms
-# are the times of the published comparison that tests/simulate/test_published.py repeats.
+# are the times of the published comparison that tests/tools/plan/test_published.py repeats.
 _TRANSFORMER, _RESNET, _VGG, _LSTM = 110e12, 26e12, 60e12, 20e12
 _IMAGE = "images of 224 x 224"
 MODELS: Mapping[str, _Model] = MappingProxyType(
@@ -267,7 +267,7 @@ def modelled(name: str) -> Trace:
     return model_trace(name, layers, forward, 2 * forward, source=source)
 
 
-def traces(output: Path = Path("lightning_safusion/simulate/traces")) -> None:
+def traces(output: Path = Path("lightning_safusion/tools/plan/traces")) -> None:
     """Writes the traces that the package ships.
 
     Args:

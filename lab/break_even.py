@@ -23,13 +23,13 @@ from lightning_safusion.comm.catalogue import BYTES_ALONE, shards_pay
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
 from lightning_safusion.comm.wire.formats import message_bytes
-from lightning_safusion.simulate.cluster import Cluster
-from lightning_safusion.simulate.comparison import break_even
-from lightning_safusion.simulate.device import DEVICES
-from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify.schedule import SuitedDensity
 from lightning_safusion.systems import DEFAULT
+from lightning_safusion.tools.plan.cluster import Cluster
+from lightning_safusion.tools.plan.comparison import break_even
+from lightning_safusion.tools.plan.device import DEVICES
+from lightning_safusion.tools.plan.job import Job
+from lightning_safusion.tools.plan.traces import resolve_trace
 
 #: Elements of the gradient whose messages are computed.
 ELEMENTS = 2**22

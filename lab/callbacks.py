@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lab.probe import ConvergenceProbe
 from lab.processes import run_workers
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.bench.team import Place, make_trainer
 from lightning_safusion.callbacks import (
     BufferSizeTuner,
     OverlapProfiler,
@@ -41,6 +40,7 @@ from lightning_safusion.callbacks import (
 )
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.lookup import look_up
+from lightning_safusion.tools.bench.team import Place, make_trainer
 
 WATCHED: dict[str, Callable[..., Callback]] = {
     "overlap": OverlapProfiler,

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 
 from lightning_safusion.fusion.plans.costs import SelectionCost
 from lightning_safusion.lookup import look_up
-from lightning_safusion.simulate.cluster import Cluster, resolve_link
-from lightning_safusion.simulate.device import DEVICES
-from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.schedule import Iteration
-from lightning_safusion.simulate.systems import run_system
-from lightning_safusion.simulate.trace import resolve_trace
+from lightning_safusion.tools.plan.cluster import Cluster, resolve_link
+from lightning_safusion.tools.plan.device import DEVICES
+from lightning_safusion.tools.plan.job import Job
+from lightning_safusion.tools.plan.schedule import Iteration
+from lightning_safusion.tools.plan.systems import run_system
+from lightning_safusion.tools.plan.traces import resolve_trace
 
 # A published comparison of planners: an exact selection, a sampled threshold, and the decoding of an entry.
 _TIMES = {"exact": SelectionCost(40e-6, 0.10e-9), "threshold": SelectionCost(25e-6, 0.012e-9)}

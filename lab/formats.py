@@ -23,8 +23,8 @@ from lab.markdown import markdown
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.tools.plan.traces import resolve_trace
 
 TENSORS, ELEMENTS = 40, 50_000
 LAYOUTS = ("coo", "bitmap", "eliasfano")

@@ -24,8 +24,8 @@ from lab.markdown import line, markdown
 from lab.virtual.training import taken_gradients
 from lab.virtual.workers import Engines
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.kernels import cpu as native
+from lightning_safusion.tools.bench.rows import parse_row
 
 TURN, LEFT_OUT = 6, 2  # steps
 

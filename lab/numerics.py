@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lab.processes import run_workers
-from lightning_safusion.bench.rows import Row, parse_row
-from lightning_safusion.bench.team import Place, make_trainer
 from lightning_safusion.systems import SYSTEMS
+from lightning_safusion.tools.bench.rows import Row, parse_row
+from lightning_safusion.tools.bench.team import Place, make_trainer
 
 _BATCH = 8
 

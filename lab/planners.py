@@ -18,10 +18,10 @@ from lab.planner_loss import losses, plan_pareto, predict_behind, random_behind,
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
 from lightning_safusion.fusion.plans.pricing import predict_finish
-from lightning_safusion.simulate.cluster import Cluster, resolve_link
-from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.systems import run_system
-from lightning_safusion.simulate.trace import TRACE_NAMES, resolve_trace
+from lightning_safusion.tools.plan.cluster import Cluster, resolve_link
+from lightning_safusion.tools.plan.job import Job
+from lightning_safusion.tools.plan.systems import run_system
+from lightning_safusion.tools.plan.traces import TRACE_NAMES, resolve_trace
 
 _ABLATION = ("saf-naive", "saf-inter", "safusion-paper", "safusion")
 

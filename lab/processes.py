@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lightning_safusion.bench.team import Place, Team, started
 from lightning_safusion.literal import literal
+from lightning_safusion.tools.bench.team import Place, Team, started
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

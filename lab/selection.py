@@ -22,9 +22,9 @@ from torch import Tensor
 
 from lab.markdown import line, markdown
 from lightning_safusion.lookup import look_up
-from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify import History, Segments, Sparsifier, resolve_sparsifier
 from lightning_safusion.sparsify.selection.survey import Selector
+from lightning_safusion.tools.plan.traces import resolve_trace
 
 
 def bert_base_shapes() -> list[tuple[int, ...]]:

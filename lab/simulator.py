@@ -31,10 +31,11 @@ from lab.bench.workload import scaled
 from lab.clock.cores import run_system
 from lab.clock.costs import HostCluster, HostCosts, HostJob
 from lab.markdown import markdown
-from lightning_safusion.bench.floor import FLOOR
-from lightning_safusion.bench.results import summarize
 from lightning_safusion.lookup import look_up
-from lightning_safusion.simulate.trace import Trace, resolve_trace
+from lightning_safusion.profiling.trace import Trace
+from lightning_safusion.tools.bench.floor import FLOOR
+from lightning_safusion.tools.bench.results import summarize
+from lightning_safusion.tools.plan.traces import resolve_trace
 
 SYSTEMS = ("ddp", "wfbp", "saf-inter", "syncea", "safusion")
 RATES = ("100mbit", "300mbit", "1gbit")

@@ -32,11 +32,11 @@ from lab.bench.workload import Paced
 from lab.markdown import markdown
 from lab.processes import run_workers
 from lightning_safusion import Adaptive, Aligned, SAFusionStrategy
-from lightning_safusion.bench.team import Place, make_trainer
 from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.pricing import predict_finish
-from lightning_safusion.simulate.trace import Trace, TraceTensor
+from lightning_safusion.profiling.trace import Trace, TraceTensor
+from lightning_safusion.tools.bench.team import Place, make_trainer
 
 SLOW, FAST = "100mbit", "1gbit"
 LAYERS, WIDTH = 24, 256

@@ -7,6 +7,8 @@ Covers: metrics, callbacks, profiling and reports import none of the engine's cl
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,12 +41,12 @@ def files(*rooms: str) -> list[Path]:
     return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("path", files("metrics", "callbacks", "profiling", "report"), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", files("metrics", "callbacks", "profiling", "tools/report"), ids=lambda path: path.name)
 def test_whoever_watches_reads_records(path: Path) -> None:
     assert not imports(path) & ENGINE
 
 
-@pytest.mark.parametrize("path", files("fusion/plans", "simulate"), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", files("fusion/plans", "tools/plan"), ids=lambda path: path.name)
 def test_planning_knows_nothing_of_the_engine(path: Path) -> None:
     assert not imports(path) & ENGINE
 
@@ -56,3 +58,20 @@ def test_the_strategy_names_no_baseline() -> None:
     assert named == {"lightning_safusion.baselines", "lightning_safusion.baselines.hook_exchange"}
     assert "Elastic" not in code
     assert "Dear(" not in code
+
+
+def test_training_imports_neither_tools_nor_laboratory() -> None:
+    """Nothing of the package does, wherever in a file; the tools import each other."""
+    for path in files("."):
+        apart = ["lab.", "safusion_command.", *["lightning_safusion.tools."] * (ROOT / "tools" not in path.parents)]
+        assert not {name for name in imports(path) if f"{name}.".startswith(tuple(apart))}, path
+
+
+@pytest.mark.slow
+def test_the_package_loads_no_tool() -> None:
+    script = "import sys, lightning_safusion; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "lightning_safusion.callbacks.trace_recorder" in loaded
+    apart = ("lightning_safusion.tools.", "safusion_command.", "lab.", "matplotlib.")
+    assert not {name for name in loaded if f"{name}.".startswith(apart)}

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_safusion import SYSTEMS, SAFusionStrategy
-from lightning_safusion.cli import main
 from lightning_safusion.systems import EngineSystem
+from safusion_command import main
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 from tests.quick import quick_of

@@ -14,8 +14,8 @@ from typing_extensions import override
 from lab.bench import measure
 from lab.bench.workload import Batch, Workload
 from lab.tasks import Task, loss
-from lightning_safusion.bench.rows import Row, parse_row
 from lightning_safusion.notation import read, typed
+from lightning_safusion.tools.bench.rows import Row, parse_row
 
 #: Options of the optimizer, in place of those of the task that is trained.
 _OPTIONS = {"lr": float, "momentum": float, "beta2": float}

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from lab.accuracy.reached import ACCURACY_BELOW, LOSS_ABOVE, Reached
 from lab.tasks import Task
-from lightning_safusion.bench.results import machine
-from lightning_safusion.tables import RowName, plain_table
+from lightning_safusion.tools.bench.results import machine
+from lightning_safusion.tools.tables import RowName, plain_table
 
 
 @dataclass(frozen=True)

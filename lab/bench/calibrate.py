@@ -17,9 +17,9 @@ from lab.clock.cores import mean_iteration
 from lab.clock.costs import Host, HostCluster, HostCosts, QueuedSample, QueuedTimes, StageCost, planned_costs
 from lightning_safusion.callbacks.trace_recorder import StepTimes, build_trace
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.simulate.calibration import Calibration
-from lightning_safusion.simulate.schedule import Schedule
-from lightning_safusion.simulate.trace import Trace
+from lightning_safusion.profiling.trace import Trace
+from lightning_safusion.tools.plan.calibration import Calibration
+from lightning_safusion.tools.plan.schedule import Schedule
 
 _HALVINGS = 7  # of the interval in which the share of sleep is sought
 _NORMAL_IQR = 1.349  # interquartile range of Gaussian noise over its standard deviation

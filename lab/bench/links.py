@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from lightning_safusion.bench.team import Place
+from lightning_safusion.tools.bench.team import Place
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # A bucket passes its burst at full speed after every pause: as little as tc needs for the rate, or small messages would

@@ -29,14 +29,14 @@ from typing_extensions import override
 from lab.bench.links import sent_bytes
 from lab.bench.recorders import EngineRecord, EngineRecorder, FloorRecord, FloorRecorder
 from lab.bench.workload import Classifier, Paced, Workload
-from lightning_safusion.bench.floor import FLOOR, REFERENCE_STRATEGIES
-from lightning_safusion.bench.results import Block
-from lightning_safusion.bench.rows import parse_row
-from lightning_safusion.bench.team import Place, Team, make_trainer, started
 from lightning_safusion.notation import read
-from lightning_safusion.simulate.trace import Trace
+from lightning_safusion.profiling.trace import Trace
 from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import resolve_system
+from lightning_safusion.tools.bench.floor import FLOOR, REFERENCE_STRATEGIES
+from lightning_safusion.tools.bench.results import Block
+from lightning_safusion.tools.bench.rows import parse_row
+from lightning_safusion.tools.bench.team import Place, Team, make_trainer, started
 
 #: Rows of every run: the floor, and what a user has without this package.
 REFERENCES = (FLOOR, "ddp")
@@ -157,7 +157,7 @@ def measure(
 
     Args:
         task: What they train.
-        systems: Rows, see :mod:`~lightning_safusion.bench.rows`.
+        systems: Rows, see :mod:`~lightning_safusion.tools.bench.rows`.
         place: Where.
         rhythm: In which turns.
         logs: Folder for what the workers print.

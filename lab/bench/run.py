@@ -20,13 +20,13 @@ from lab.bench.links import bits_per_second, machines, why_no_links
 from lab.bench.measure import REFERENCES, Rhythm, Task, measure
 from lab.bench.table import Conditions, as_record, build_table
 from lab.bench.workload import scaled
-from lightning_safusion.bench.floor import REFERENCE_STRATEGIES
-from lightning_safusion.bench.results import plot_tables, summarize
-from lightning_safusion.bench.rows import parse_row
 from lightning_safusion.comm.cost import plain_rate
 from lightning_safusion.literal import literal
 from lightning_safusion.lookup import need
-from lightning_safusion.simulate.trace import resolve_trace
+from lightning_safusion.tools.bench.floor import REFERENCE_STRATEGIES
+from lightning_safusion.tools.bench.results import plot_tables, summarize
+from lightning_safusion.tools.bench.rows import parse_row
+from lightning_safusion.tools.plan.traces import resolve_trace
 
 _WIDTH = 120  # of tables in files and pipes
 _SYSTEMS = ("ddp-bf16", "powersgd", "saf-naive", "saf-inter", "safusion")

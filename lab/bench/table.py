@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_safusion.bench.results import SystemFigures, machine
 from lightning_safusion.literal import plural
-from lightning_safusion.tables import RowName, plain_table
+from lightning_safusion.tools.bench.results import SystemFigures, machine
+from lightning_safusion.tools.tables import RowName, plain_table
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_safusion.lookup import check_name
-from lightning_safusion.simulate.trace import Trace
+from lightning_safusion.profiling.trace import Trace
 
 #: Inputs and their classes.
 Batch = tuple[Tensor, Tensor]

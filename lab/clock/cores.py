@@ -19,10 +19,10 @@ from statistics import fmean
 import numpy as np
 
 from lab.clock.costs import HostCluster, HostCost, HostJob
-from lightning_safusion.simulate.cluster import CollectiveCost
-from lightning_safusion.simulate.schedule import Iteration, Message, Schedule, Stream, Timer
-from lightning_safusion.simulate.systems import build_schedule
-from lightning_safusion.simulate.trace import Trace
+from lightning_safusion.profiling.trace import Trace
+from lightning_safusion.tools.plan.cluster import CollectiveCost
+from lightning_safusion.tools.plan.schedule import Iteration, Message, Schedule, Stream, Timer
+from lightning_safusion.tools.plan.systems import build_schedule
 
 #: Seconds for which a thread keeps a core that others wait for: a tick of Linux at 250 Hz.
 TIMESLICE = 4e-3

@@ -11,10 +11,10 @@ from typing_extensions import override
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
 from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.simulate.calibration import Calibration, CollectiveSample, CollectiveTimes
-from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
-from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.schedule import Message, Schedule
+from lightning_safusion.tools.plan.calibration import Calibration, CollectiveSample, CollectiveTimes
+from lightning_safusion.tools.plan.cluster import Cluster, CollectiveCost
+from lightning_safusion.tools.plan.job import Job
+from lightning_safusion.tools.plan.schedule import Message, Schedule
 
 
 @dataclass(frozen=True)

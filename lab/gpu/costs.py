@@ -9,10 +9,10 @@ import torch
 
 from lab.gpu.device import Device as Place
 from lab.gpu.jobs import DENSITY
-from lightning_safusion.kernels.cuda.work import END, Span, Work, commitment, decoding, selection
-from lightning_safusion.simulate.device import Device
+from lightning_safusion.tools.plan.device import Device
+from lightning_safusion.tools.plan.work import END, Span, Work, commitment, decoding, selection
 
-# Integer operations of a multiprocessor in a clock: as in lightning_safusion.simulate.device.
+# Integer operations of a multiprocessor in a clock: as in lightning_safusion.tools.plan.device.
 _PER_CLOCK = 64
 _SLEEP, _SHORT = 20_000_000, 200
 _LEAST = 1e-9  # seconds: no time is negative

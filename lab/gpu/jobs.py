@@ -16,10 +16,10 @@ from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plans.policy import Aligned
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.simulate.trace import resolve_trace
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from lightning_safusion.systems.rows import DEFAULT, EngineSystem, resolve_system
 from lightning_safusion.systems.settings import engine_settings
+from lightning_safusion.tools.plan.traces import resolve_trace
 
 #: Share of the elements that all stages send: the default's with Adam.
 DENSITY = 0.02

@@ -26,7 +26,7 @@ from lab.gpu.stages import Setting
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.kernels.cuda import buffer
 from lightning_safusion.kernels.cuda.buffer import Weighing, WindowKernels
-from lightning_safusion.kernels.cuda.work import Work
+from lightning_safusion.tools.plan.work import Work
 
 #: Workers whose messages are decoded, and most milliseconds of a window of BERT-base with its instructions counted.
 WORKERS = {2: 2.6, 8: 3.4, 32: 6.0}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lab.tasks.models import NAMES
-from lightning_safusion.demo.digits import load_digits
+from lightning_safusion.tools.demo.digits import load_digits
 
 Batch = tuple[Tensor, Tensor]
 

@@ -41,9 +41,9 @@ from lab.tasks.models import (
 )
 from lab.tasks.optimizers import OPTIMIZERS
 from lab.tasks.sources import ShortSources
-from lightning_safusion.demo.digits import WIDTHS, DigitsNet
 from lightning_safusion.lookup import look_up
 from lightning_safusion.notation import hints_of, read, typed
+from lightning_safusion.tools.demo.digits import WIDTHS, DigitsNet
 
 # Held-out samples that are evaluated together.
 _EVALUATED = 64

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +24,8 @@ from lightning_safusion.callbacks.base import StrategyCallback, writing
 from lightning_safusion.fusion.events import Clock, Mark, WindowEvents
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.literal import plural
+from lightning_safusion.profiling.trace import Trace, TraceTensor
 from lightning_safusion.strategy import SAFusionStrategy
-
-if TYPE_CHECKING:
-    from lightning_safusion.simulate.trace import Trace
 
 
 class TraceRecorder(StrategyCallback):
@@ -235,8 +233,6 @@ def build_trace(name: str, layout: Layout, steps: Sequence[StepTimes], source: s
         steps: At least one.
         source: Describes where the times come from.
     """
-    from lightning_safusion.simulate.trace import Trace, TraceTensor  # the package is imported without the simulator
-
     backward = np.median([step.backward for step in steps], axis=0)
     forward = dict.fromkeys(range(len(layout)), 0.0)
     owners = [spec.name.rpartition(".")[0] for spec in layout.specs]

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_safusion import Aligned, SAFusionStrategy
 from lightning_safusion.callbacks import OverlapProfiler, TensorMissingRateMonitor
-from lightning_safusion.report import load_run
+from lightning_safusion.tools.report import load_run
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 

@@ -19,8 +19,8 @@ from lightning_safusion import Aligned
 from lightning_safusion.callbacks import OverlapProfiler, TensorMissingRateMonitor
 from lightning_safusion.literal import literal
 from lightning_safusion.profiling.figures import BufferRow, RankFigures, StepFigures, build_table
-from lightning_safusion.simulate.report import run_plan
-from lightning_safusion.simulate.trace import resolve_trace
+from lightning_safusion.tools.plan.report import run_plan
+from lightning_safusion.tools.plan.traces import resolve_trace
 from tests.callbacks.test_missing_rate import strategy
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched

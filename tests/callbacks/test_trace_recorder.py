@@ -15,8 +15,9 @@ from lightning_safusion import ConstantDensity, SAFusionStrategy, Segments, Sele
 from lightning_safusion.callbacks import TraceRecorder
 from lightning_safusion.comm import LinearCost
 from lightning_safusion.fusion import build
-from lightning_safusion.simulate.report import run_plan
-from lightning_safusion.simulate.trace import Trace, resolve_trace
+from lightning_safusion.profiling.trace import Trace
+from lightning_safusion.tools.plan.report import run_plan
+from lightning_safusion.tools.plan.traces import resolve_trace
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 from tests.simulated import SimulatedTime

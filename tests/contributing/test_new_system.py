@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lab.systems import documented
 from lightning_safusion import SYSTEMS, SAFusionStrategy
-from lightning_safusion.cli import main
 from lightning_safusion.systems import EngineSystem
+from safusion_command import main
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 

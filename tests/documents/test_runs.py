@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_safusion.bench.results import SystemFigures
-from lightning_safusion.simulate.trace import resolve_trace
+from lightning_safusion.tools.bench.results import SystemFigures
+from lightning_safusion.tools.plan.traces import resolve_trace
 from tests.documents.pages import PAGES, ROOT, blocks, commands
 from tests.documents.test_commands import PROGRAMS
-from tests.report.runs import write_run
-from tests.simulate.test_calibration import COSTS
+from tests.tools.plan.test_calibration import COSTS
+from tests.tools.report.runs import write_run
 
 #: Commands that are not run, by the reason; other tests see to it that they exist and take their options.
 EXCEPTIONS = {

@@ -34,7 +34,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     training = [sys.executable, ROOT / "tests" / "e2e" / "reported.py", folder, "behind", "0.01"]
     with started(training, folder / "training-output") as program:
         program.finish(_LIMIT)
-    report = [sys.executable, "-m", "lightning_safusion.cli", "report", folder]
+    report = [sys.executable, "-m", "safusion_command", "report", folder]
     with started(report, folder / "report-output") as program:
         assert str(folder / "safusion" / "report.html") in program.finish(60.0)
     return folder / "safusion"

@@ -32,7 +32,7 @@ def _submit(cluster: SlurmCluster, folder: Path, script: str, *sizes: str) -> tu
 
 def test_a_job_is_measured_where_srun_starts_it(cluster: SlurmCluster, tmp_path: Path) -> None:
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    job = ["--model", "tests.bench.own_job:Net", "--data", "tests.bench.own_job:Data"]
+    job = ["--model", "tests.tools.bench.own_job:Net", "--data", "tests.tools.bench.own_job:Data"]
     short = ["--systems", "ddp-bf16", "--rounds", "1", "--block", "2", "--calibrate", "false"]
     output = ["--output", str(tmp_path / "out")]
     worker = [sys.executable, "-m", "safusion_command", "bench", *job, *short, *output]

@@ -26,10 +26,11 @@ from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
-from lightning_safusion.kernels.cuda import buffer, work
-from lightning_safusion.simulate.paths import FusedEstimates, FusedPlaces, Path
-from lightning_safusion.simulate.trace import resolve_trace
+from lightning_safusion.kernels.cuda import buffer
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
+from lightning_safusion.tools.plan import work
+from lightning_safusion.tools.plan.paths import FusedEstimates, FusedPlaces, Path
+from lightning_safusion.tools.plan.traces import resolve_trace
 from tests.cluster import settings
 from tests.cuda import Allocated, Event, Silent, Stream, fake_cuda, read_nothing
 from tests.quick import slow

@@ -29,7 +29,7 @@ from lightning_safusion.integration.parameters import caution, refuse_double_mom
 from lightning_safusion.integration.units import SecondMoments, compares_updates, is_schedule_free
 from lightning_safusion.sparsify import DecoupledMomentum, EF21Memory, ResidualMemory
 from lightning_safusion.sparsify.schedule import LinearRamp, Opening, SuitedDensity
-from lightning_safusion.systems.accuracy import default_density
+from lightning_safusion.tools.accuracy import default_density
 from tests.models import Orthogonalized, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 

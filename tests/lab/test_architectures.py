@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lab.architectures import MODELS, Layer, model_trace, modelled, resnet, traces, vgg19
-from lightning_safusion.simulate.trace import TRACE_NAMES, Trace, resolve_trace
+from lightning_safusion.profiling.trace import Trace
+from lightning_safusion.tools.plan.traces import TRACE_NAMES, resolve_trace
 
 
 def test_the_shipped_traces_are_those_of_the_networks(tmp_path: Path) -> None:

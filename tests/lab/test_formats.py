@@ -14,7 +14,7 @@ from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.exchange import SpanSpec
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.simulate.trace import resolve_trace
+from lightning_safusion.tools.plan.traces import resolve_trace
 
 
 @pytest.mark.skipif(not native.usable(), reason="no compiled kernels")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.cli import main
 from lightning_safusion.profiling.timeline_file import (
     LANES,
     clock_offsets,
@@ -21,7 +20,8 @@ from lightning_safusion.profiling.timeline_file import (
     timeline_events,
     write_timeline,
 )
-from lightning_safusion.simulate.trace import Trace, TraceTensor
+from lightning_safusion.profiling.trace import Trace, TraceTensor
+from safusion_command import main
 from tests.process_group import run_ranks
 from tests.profiling.steps import cpu_step, plain_step, unrecorded
 

@@ -34,7 +34,7 @@ class SelectionCost:
 
 
 #: Exact selection and packing on a device, before anything was measured: by the counted operations of PyTorch on an
-#: A100, as :mod:`lightning_safusion.simulate.paths` has them.
+#: A100, as :mod:`lightning_safusion.tools.plan.paths` has them.
 NOMINAL_SELECTION = SelectionCost(4e-4, 2e-10)
 
 

@@ -20,7 +20,7 @@ import triton
 
 from lab.kernels import study
 from lab.kernels.study import Found
-from lightning_safusion.kernels.cuda.work import LOOPS
+from lightning_safusion.tools.plan.work import LOOPS
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 

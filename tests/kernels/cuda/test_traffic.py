@@ -19,11 +19,12 @@ pytest.importorskip("triton")
 from lightning_safusion.comm.collectives.shard_tables import shard_tables
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Part, SpanSpec
-from lightning_safusion.kernels.cuda import buffer, work
+from lightning_safusion.kernels.cuda import buffer
 from lightning_safusion.kernels.cuda.buffer import Packer, Weighing, Workspace
 from lightning_safusion.kernels.cuda.chosen import PlacedKernels, ThresholdKernels
 from lightning_safusion.kernels.cuda.owners import Mail, OwnerKernels
 from lightning_safusion.sparsify.basic import TopK
+from lightning_safusion.tools.plan import work
 from tests.comm.exchanges import Workers, gradients, sharded
 from tests.kernels.cuda.buffers import DECAY, HOST, Case, Rank, WindowKernels, gather
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lab.bench.workload import MODELS, Classifier, Paced, scaled
-from lightning_safusion.simulate.trace import Trace, TraceTensor, resolve_trace
+from lightning_safusion.profiling.trace import Trace, TraceTensor
+from lightning_safusion.tools.plan.traces import resolve_trace
 
 
 @pytest.mark.parametrize(("kind", "millions"), [("conv", 4.6), ("transformer", 22.5), ("lstm", 6.25)])

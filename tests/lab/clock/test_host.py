@@ -22,13 +22,13 @@ from lab.clock.costs import (
 )
 from lab.experiments import PUBLISHED
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.simulate import engine
-from lightning_safusion.simulate.calibration import Calibration
-from lightning_safusion.simulate.cluster import Cluster, CollectiveCost
-from lightning_safusion.simulate.job import Job
-from lightning_safusion.simulate.schedule import Message, Schedule, Stream
-from lightning_safusion.simulate.systems import build_schedule
-from lightning_safusion.simulate.trace import Trace, TraceTensor
+from lightning_safusion.profiling.trace import Trace, TraceTensor
+from lightning_safusion.tools.plan import engine
+from lightning_safusion.tools.plan.calibration import Calibration
+from lightning_safusion.tools.plan.cluster import Cluster, CollectiveCost
+from lightning_safusion.tools.plan.job import Job
+from lightning_safusion.tools.plan.schedule import Message, Schedule, Stream
+from lightning_safusion.tools.plan.systems import build_schedule
 
 ROOMY = HostCluster(2, host=Host(cores=math.inf))
 

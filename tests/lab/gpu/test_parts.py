@@ -29,8 +29,8 @@ from lab.gpu.training import Phase, Steps
 from lab.gpu.waits import watched
 from lightning_safusion.fusion import fused
 from lightning_safusion.kernels import cpu
-from lightning_safusion.kernels.cuda.work import Work
-from lightning_safusion.simulate.device import Device as Speeds
+from lightning_safusion.tools.plan.device import Device as Speeds
+from lightning_safusion.tools.plan.work import Work
 
 PLACE = Device(rehearse=True)
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from lab.bench.links import why_no_links
 from lab.gpu.archive import LIMIT, path_of
 from lab.gpu.stages import ROOT, STAGES
-from lightning_safusion.simulate.device import Device
+from lightning_safusion.tools.plan.device import Device
 
 pytestmark = pytest.mark.slow  # a minute or two of a core, in the interpreter
 

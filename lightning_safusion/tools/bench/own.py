@@ -1,0 +1,308 @@
+"""``safusion bench`` on a user's own job: the processes of a launch train all rows in turns, and say which to take."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
+
+from lightning_safusion.comm.transport.torch_backend import end_groups_at_exit
+from lightning_safusion.literal import literal
+from lightning_safusion.lookup import need
+from lightning_safusion.systems import DEFAULT
+from lightning_safusion.tools.bench.floor import FLOOR, IN_STEP, REFERENCE_STRATEGIES
+from lightning_safusion.tools.bench.forecast import Recorded, record
+from lightning_safusion.tools.bench.job import Job, JobOptions, parse_job
+from lightning_safusion.tools.bench.launch import as_started, counted, processes
+from lightning_safusion.tools.bench.meeting import Meeting, cause
+from lightning_safusion.tools.bench.outcome import Outcome, conditions_of, write
+from lightning_safusion.tools.bench.progress import TurnProgress
+from lightning_safusion.tools.bench.rows import parse_row
+from lightning_safusion.tools.bench.turns import Bench, Turned
+from lightning_safusion.tools.bench.verdict import YOURS
+
+#: Rows of every run: what a step takes without any exchange, with waiting only, and what a user has.
+ALWAYS = (FLOOR, IN_STEP, "ddp")
+#: Rows that are compared where none are named.
+ROWS = ("ddp-bf16", "powersgd", DEFAULT, f"{DEFAULT}[density=0.02]", f"{DEFAULT}[density=0.1]")
+# Steps before those that count, in every turn: DDP makes its buckets anew after the first, sparse systems predict their
+# thresholds after some, PowerSGD sends ten dense.
+_SETTLING, _POWERSGD = 4, 12
+# The same in the first turn of a row without an engine: memory, caches and processes that load data settle as well.
+_FIRST = 12
+_ONCE = 2.0  # seconds: torchrun passes on what the terminal has sent to this process as well
+_TIMEOUT = timedelta(minutes=30)  # Lightning's own
+
+
+def run_own(options: JobOptions) -> None:
+    """Measures a user's own job, on the processes of this launch.
+
+    Raises:
+        ValueError: If something that was given makes no sense.
+        ModuleNotFoundError: If an extra is missing; names it.
+        RuntimeError: If DDP itself cannot train the job; says why.
+    """
+    need("matplotlib", "plot")
+    rows = checked_rows(options)
+    logs = Path(options.output, "logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    with _quiet(logs / f"lightning-{socket.gethostname()}-{local}.log"):
+        job = parse_job(options)
+        with processes(counted(job.trainer, options.workers), options):
+            _Run(options, job, rows).run()
+
+
+def checked_rows(options: JobOptions) -> list[str]:
+    """All rows, those that are always compared first.
+
+    Raises:
+        ValueError: If there is no such row, or a number makes no sense.
+    """
+    if options.rounds < 1 or options.block < 2 or options.warmup < 1 or options.minutes <= 0:
+        raise ValueError(
+            "a benchmark needs 1 round, blocks of 2 steps, 1 step of warm-up and some minutes, got rounds="
+            f"{options.rounds}, block={options.block}, warmup={options.warmup}, minutes={options.minutes:g}"
+        )
+    rows = list(dict.fromkeys([*ALWAYS, *(options.systems or ROWS)]))
+    for row in rows:
+        if row not in ALWAYS:
+            parse_row(row)
+    return rows
+
+
+@dataclass
+class _Turns:
+    """What the first process knows of a row: its turns so far, or why it is left out."""
+
+    rounds: list[list[Turned]] = field(default_factory=list)
+    failure: str | None = None
+
+
+class _Run:
+    """One process of the benchmark."""
+
+    def __init__(self, options: JobOptions, job: Job, rows: list[str]) -> None:
+        self.options, self.job, self.rows = options, job, rows
+        self.interrupted, self.heard = False, 0.0
+        self.learning = set(rows)  # that have had no turn yet
+        self.results = {row: _Turns() for row in rows}
+        self.began = time.monotonic()
+
+    def run(self) -> None:
+        """Everything, on all processes alike."""
+        options, output = self.options, Path(self.options.output)
+        arguments = counted(self.job.trainer, options.workers)
+        # a row that fails on one process is left out on all: NCCL's watchdog would end theirs
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        strategy = DDPStrategy(**self.job.group)
+        trainer = Trainer(**arguments, strategy=strategy, logger=False, enable_checkpointing=False)
+        strategy.setup_environment()  # the process group, which stays
+        end_groups_at_exit()
+        self.meeting = Meeting(strategy.root_device, strategy._timeout or _TIMEOUT)
+        self.nodes, self.per_node = trainer.num_nodes, strategy.num_processes
+        main = self.meeting.rank == 0
+        self.console = Console(width=None if sys.stdout.isatty() else 120, quiet=not main)
+        with _interrupts(self._interrupt):
+            self.bench = Bench(self.job, self.meeting, options.keep_callbacks, options.seed, lambda: self.interrupted)
+            self.job.trainer |= {name: arguments[name] for name in ("devices", "num_nodes") if name in arguments}
+            if self.job.strategy._ddp_comm_hook is not None or type(self.job.strategy) is not DDPStrategy:
+                self.rows.insert(len(ALWAYS), YOURS)
+                self.results[YOURS] = _Turns()
+                self.learning.add(YOURS)
+            if self.job.left_out:
+                self.console.print(literal(f"Left out of the benchmark: {', '.join(self.job.left_out)}."))
+            try:
+                recorded, note = self._measure()
+            finally:
+                self.bench.close()
+        if main:
+            # what has failed after some rounds is not to be recommended
+            able = {row: each for row, each in self.results.items() if each.failure is None or row == "ddp"}
+            turns = {row: each.rounds for row, each in able.items() if each.rounds}
+            failures = {row: each.failure for row, each in self.results.items() if each.failure is not None}
+            outcome = Outcome(conditions_of(self.bench, self.meeting, self.nodes), turns, failures, recorded, note)
+            write(outcome, self.job, output, self.console)
+        self.meeting.close()
+
+    def _measure(self) -> tuple[Recorded | None, str]:
+        """Rounds, and the recording after the first; what was recorded, on the first process, or why nothing was."""
+        rounds, recorded, note = self.options.rounds, None, "stopped"
+        with TurnProgress(self.console, len(self.rows) * rounds + 1) as progress:
+            for number in range(rounds):
+                first = number % len(self.rows)
+                for row in self.rows[first:] + self.rows[:first]:
+                    progress.begin(f"round {number + 1} of {rounds}: {row}")
+                    if not self._take_turn(row, progress):
+                        return recorded, note
+                if number == 0:
+                    self._leave_out_equals()
+                    recorded, note, stopped = self._record(progress)
+                    if stopped:
+                        break
+                if not self._goes_on():
+                    break
+        return recorded, note
+
+    def _take_turn(self, row: str, progress: TurnProgress) -> bool:
+        """One turn of a row, unless it has failed before; returns whether to go on."""
+        if self.results[row].failure is not None:
+            return True
+        warmup = self._warmup(row)
+        timed, reason = self.meeting.attempt(
+            lambda: self.bench.turn(row, self._strategy(row), warmup, self.options.block, progress.step)
+        )
+        mine: dict[str, Any] = {"reason": None if reason is None else reason.splitlines()[0][:300]}
+        if timed is not None:
+            mine |= {"turned": asdict(timed.turned), "stopped": timed.stopped}
+        told = self.meeting.hold(mine, partial(self._keep, row))
+        self.learning.discard(row)
+        if told["reason"] is not None:
+            self.results[row].failure = told["reason"]
+            self.meeting.regroup()
+            if told["hopeless"]:
+                raise RuntimeError(f"DDP itself cannot train this job: {told['reason']}")
+        progress.end(told["seconds"])
+        return not told["stopped"]
+
+    def _keep(self, row: str, everyone: list[dict[str, Any]]) -> dict[str, Any]:
+        """On the first process: keeps what all have measured."""
+        told: dict[str, Any] = {"reason": cause([each["reason"] for each in everyone]), "seconds": None}
+        told |= {"stopped": False, "hopeless": False}
+        if told["reason"] is None:
+            turned = [Turned(**each["turned"]) for each in everyone]
+            told["stopped"] = everyone[0]["stopped"]
+            if min(len(each.steps) for each in turned) >= 2:
+                self.results[row].rounds.append(turned)
+                steps = sorted(turned[0].steps[1:])
+                return told | {"seconds": steps[len(steps) // 2]}
+            if not told["stopped"]:
+                told["reason"] = "its data ended before the turn did"
+        if told["reason"] is not None and row == "ddp":  # nothing can be compared with it any more
+            told |= {"stopped": True, "hopeless": not self.results[row].rounds}
+        return told
+
+    def _warmup(self, row: str) -> int:
+        first = row in self.learning
+        if row.startswith("powersgd"):
+            return _POWERSGD
+        if row in REFERENCE_STRATEGIES or row.startswith("ddp"):
+            return _FIRST if first else _SETTLING
+        return self.options.warmup if first else _SETTLING
+
+    def _strategy(self, row: str) -> DDPStrategy:
+        """A new strategy of a row, with the user's options of DDP."""
+        options = self.job.ddp_options
+        if row == YOURS:
+            return copy.deepcopy(self.job.strategy)
+        if row == "ddp":
+            return DDPStrategy(**options)
+        if row in REFERENCE_STRATEGIES:
+            return REFERENCE_STRATEGIES[row](**options)
+        try:
+            return parse_row(row).strategy(None, **{"process_group_backend": None} | options)
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
+
+    def _leave_out_equals(self) -> None:
+        """Leaves out rows of the default whose density is the one that it takes by itself. Collective."""
+
+        def equal(_: list[Any]) -> list[str]:
+            own = self.results[DEFAULT].rounds if DEFAULT in self.results else []
+            if not own or own[0][0].density is None:
+                return []
+            return [row for row in self.rows if row == f"{DEFAULT}[density={own[0][0].density:g}]"]
+
+        for row in self.meeting.hold({}, equal):
+            if self.results[row].failure is None:
+                self.results[row].failure = f"the same as {DEFAULT}, whose density it is"
+                self.results[row].rounds.clear()
+
+    def _goes_on(self) -> bool:
+        """Whether there is time for another round. Collective."""
+        spent = time.monotonic() - self.began
+        return bool(self.meeting.hold({}, lambda _: spent < 60 * self.options.minutes))
+
+    def _record(self, progress: TurnProgress) -> tuple[Recorded | None, str, bool]:
+        """Records the job: what was recorded, on the first process, or why nothing was; whether to stop. Collective."""
+        if not self.options.calibrate:
+            return None, "calibrate is false", False
+        progress.begin("trace and costs of the job")
+        accumulated = self.job.trainer.get("accumulate_grad_batches") or 1
+        place = (self.nodes, self.per_node)
+        recorded, reason = self.meeting.attempt(
+            lambda: record(self.bench, self.meeting, self._strategy, place, accumulated, progress.step)
+        )
+        mine = {"reason": None if reason is None else reason.splitlines()[0][:300], "stopped": self.interrupted}
+        failed, stopped = self.meeting.hold(
+            mine,
+            lambda everyone: [cause([each["reason"] for each in everyone]), any(each["stopped"] for each in everyone)],
+        )
+        progress.end(None)
+        if failed is not None:
+            self.meeting.regroup()
+        if stopped:
+            return None, "stopped", True
+        if failed is not None:
+            return None, f"the job could not be recorded: {failed}", False
+        return recorded, "" if recorded is not None else "the trace has no steps", False
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if not self.interrupted:
+            self.interrupted, self.heard = True, time.monotonic()
+            self.console.print("Stopping after this step; what there is follows. Ctrl-C again ends it at once.")
+        elif time.monotonic() - self.heard > _ONCE:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def _interrupts(handler: Any) -> Iterator[None]:
+    """Ctrl-C is heard between two steps, on all processes alike."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _quiet(log: Path) -> Iterator[None]:
+    """What Lightning says goes to a file: it would say it in every turn."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    kept = [(logger.handlers[:], logger.propagate) for logger in loggers]
+    file = logging.FileHandler(log, mode="w")
+    for logger in loggers:
+        logger.handlers, logger.propagate = [file], False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        file.close()
+        for logger, (handlers, propagate) in zip(loggers, kept, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+
+
+if __name__ == "__main__":
+    as_started()
+    run_own(JobOptions.from_json(sys.stdin.read()))

@@ -1,0 +1,175 @@
+"""The figures of a run: one row for each system, and their picture."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from lightning_safusion.__about__ import __version__
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.systems import DEFAULT, SYSTEMS, EngineSystem
+from lightning_safusion.tools.bench.floor import FLOOR, IN_STEP
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLORS = {FLOOR: "#4878b0", IN_STEP: "#86a8cf", "ddp": "#8a8a8a"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps that one worker has trained in one turn.
+
+    Args:
+        steps: Seconds of each step: forward, backward, exchange and optimizer, without loading.
+        figures: Of the last one, from the strategy's report; empty where DDP exchanges.
+        wire_bytes: That its device has sent per step, headers included; None on the loopback.
+        peak_bytes: Largest resident set of its process so far, that of torch itself included.
+        plan: Buffers of the plan in use, as ``Plan.to_list`` has them; None where DDP exchanges.
+    """
+
+    steps: tuple[float, ...]
+    figures: dict[str, Any] = field(default_factory=dict)
+    wire_bytes: float | None = None
+    peak_bytes: int = 0
+    plan: list[list[Any]] | None = None
+
+
+@dataclass(frozen=True)
+class SystemFigures:
+    """One system under the conditions of one table; times in seconds.
+
+    Args:
+        system: Its name.
+        step_s: Median step.
+        low_s: Lower quartile.
+        high_s: Upper quartile.
+        over_floor: Median step over that of the floor.
+        over_ddp: Median step over DDP's.
+        exposed_s: What the step takes longer than the floor, less selection and decoding: waiting for the exchange, and
+            what the exchange takes away from the computation.
+        awaited_s: Seconds for which the backward pass waited for exchanges, by the engine's own clock; None for DDP.
+        select_s: Compensation, selection and packing; None for DDP.
+        decode_s: Decoding; None for DDP.
+        bytes_sent: Bytes that a worker hands to its collectives in a step; None for DDP.
+        wire_bytes: Bytes that its device has sent per step, headers and acknowledgements included; None on the
+            loopback.
+        density: Share of the elements that was sent; None for DDP.
+        buffers: Collectives of a step; None for DDP.
+        peak_bytes: Largest resident set of a worker, torch itself and this package included.
+        plain_ddp: Why plain DDP took the engine's place; None if it did not.
+    """
+
+    system: str
+    step_s: float
+    low_s: float
+    high_s: float
+    over_floor: float
+    over_ddp: float
+    exposed_s: float
+    awaited_s: float | None
+    select_s: float | None
+    decode_s: float | None
+    bytes_sent: float | None
+    wire_bytes: float | None
+    density: float | None
+    buffers: float | None
+    peak_bytes: float
+    plain_ddp: str | None
+
+    @property
+    def by_ddp(self) -> bool:
+        """Whether plain DDP has taken the place of a system that sends less: a step is one of DDP."""
+        return bool(self.plain_ddp) and self.bytes_sent is None
+
+
+def summarize(blocks: Mapping[str, Sequence[Sequence[Block]]]) -> list[SystemFigures]:
+    """Figures of all systems of one run, from the blocks of each round by rank; the floor and DDP are among them.
+
+    A step of a block takes the mean over its workers; the first one of a block is left out, for it meets the caches and
+    the network as another system left them.
+    """
+    steps = {
+        system: [fmean(step) for ranks in rounds for step in list(zip(*(b.steps for b in ranks), strict=True))[1:]]
+        for system, rounds in blocks.items()
+    }
+    ddp = median(steps["ddp"])
+    floor = median(steps[FLOOR]) if FLOOR in steps else ddp
+    return [_row(system, steps[system], rounds, floor, ddp) for system, rounds in blocks.items()]
+
+
+def _row(
+    system: str, steps: Sequence[float], rounds: Sequence[Sequence[Block]], floor: float, ddp: float
+) -> SystemFigures:
+    flat = [block for ranks in rounds for block in ranks]
+    step, (low, high) = median(steps), np.quantile(steps, (0.25, 0.75)).tolist()
+    reports = [block.figures for block in flat if block.figures.get("plan")]
+    engine = {
+        key: median(report[key] for report in reports) if reports else None
+        for key in ("exposed_s", "select_s", "decode_s", "bytes_sent", "achieved_density")
+    }
+    own = (engine["select_s"] or 0.0) + (engine["decode_s"] or 0.0)
+    left = flat[-1].figures
+    has_engine = isinstance(SYSTEMS.get(left.get("system", DEFAULT)), EngineSystem)
+    wire = [block.wire_bytes for block in flat if block.wire_bytes is not None]
+    return SystemFigures(
+        system=system,
+        step_s=step,
+        low_s=low,
+        high_s=high,
+        over_floor=step / floor,
+        over_ddp=step / ddp,
+        exposed_s=max(0.0, step - floor - own),
+        awaited_s=engine["exposed_s"],
+        select_s=engine["select_s"],
+        decode_s=engine["decode_s"],
+        bytes_sent=engine["bytes_sent"],
+        wire_bytes=median(wire) if wire else None,
+        density=engine["achieved_density"],
+        buffers=median(len(report["plan"]) for report in reports) if reports else None,
+        peak_bytes=max(block.peak_bytes for block in flat),
+        plain_ddp=left.get("plain_ddp") if has_engine else None,
+    )
+
+
+def machine() -> dict[str, str]:
+    """What the figures of a run depend on besides its settings."""
+    kernels = "compiled" if native.usable() else "NumPy"
+    versions = {"torch": torch.__version__, "lightning_safusion": __version__}
+    return {"processor": platform.machine(), "cpu_kernels": kernels, **versions}
+
+
+class Titled(Protocol):
+    """The conditions of a table."""
+
+    @property
+    def title(self) -> str:
+        """In a line."""
+
+
+def plot_tables(tables: Sequence[tuple[Titled, Sequence[SystemFigures]]]) -> Figure:
+    """Bars of the median steps, quartiles on them, a panel for each table."""
+    from matplotlib.figure import Figure  # an extra: only where something is drawn
+
+    count = max(len(rows) for _, rows in tables)
+    figure = Figure(figsize=(8, len(tables) * (1.1 + 0.32 * count)), layout="constrained")
+    for axes, (conditions, rows) in zip(figure.subplots(len(tables), squeeze=False)[:, 0], tables, strict=True):
+        ordered = list(reversed(rows))
+        medians, lows, highs = (np.array([[row.step_s, row.low_s, row.high_s] for row in ordered]) * 1e3).T
+        spread = [medians - lows, highs - medians]
+        colors = [_COLORS.get(row.system, "#5b9e77") for row in ordered]
+        axes.barh([row.system for row in ordered], medians, xerr=spread, color=colors, ecolor="#303030", capsize=2)
+        for place, row in enumerate(ordered):
+            axes.annotate(f"  {row.over_floor:.2f}x", (row.high_s * 1e3, place), va="center", fontsize="small")
+        floor = next((row.step_s for row in rows if row.system == FLOOR), 0.0)
+        axes.axvline(floor * 1e3, color=_COLORS[FLOOR], linestyle=":")
+        axes.set_title(conditions.title, fontsize="small")
+        axes.margins(x=0.12)
+        axes.set_xlabel("ms per step (and times the floor)")
+    return figure

@@ -1,0 +1,287 @@
+"""A turn of one row: a fresh trainer fits the user's module from its first weights, for a few steps that are timed."""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from lightning_safusion.integration.units import is_schedule_free
+from lightning_safusion.strategy import SAFusionStrategy
+from lightning_safusion.tools.bench.beginning import Beginning, Hooks, nothing
+from lightning_safusion.tools.bench.job import Job, keeps
+from lightning_safusion.tools.bench.meeting import Meeting, wait_for
+from lightning_safusion.tools.bench.memory import begin_peak, give_back, peak
+
+_EPOCHS = 1000  # a turn ends by itself; schedules of the learning rate may want a number
+# A training whose batches make no step would never end.
+_BATCHES_PER_STEP = 1000
+# More steps of warm-up, if a plan is on trial when it ends.
+_TRIAL = 24
+
+
+@dataclass
+class Turned:
+    """What one process has measured in a turn: plain values.
+
+    Args:
+        steps: Seconds of each step that counts, and of the one before them: without loading, until the device is done.
+        loading: Seconds of loading before each of them.
+        peak_bytes: Memory, see :func:`~lightning_safusion.tools.bench.memory.peak`.
+        figures: The strategy's report; empty where it has none.
+        plan: Buffers of the plan in use, as ``Plan.to_list`` has them.
+        density: Share that the strategy sends in the long run; None where there is none.
+        optimizers: Names of their classes.
+        cautions: What the strategy knows to cost accuracy.
+    """
+
+    steps: list[float] = field(default_factory=list)
+    loading: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+    plan: list[list[Any]] | None = None
+    density: float | None = None
+    optimizers: list[str] = field(default_factory=list)
+    cautions: list[str] = field(default_factory=list)
+
+
+class SilentLogger(DummyLogger):
+    """Writes nothing; a module that asks where it would write gets a folder that goes with the benchmark.
+
+    Args:
+        folder: That folder.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    def save_dir(self) -> str:
+        """The folder."""
+        return self._folder
+
+    @property
+    def log_dir(self) -> str:
+        """The folder."""
+        return self._folder
+
+
+class TurnCallback(Callback):
+    """Times the steps of a turn, and ends it. All processes begin a step together, when their batches are loaded.
+
+    Args:
+        meeting: The processes.
+        beginning: What the turn begins with.
+        warmup: Steps that do not count.
+        steps: Steps that do, with the one before them.
+        stops: Whether the user wants to stop.
+        tick: Called after every step.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        beginning: Beginning,
+        warmup: int,
+        steps: int,
+        stops: Callable[[], bool],
+        tick: Callable[[], None],
+    ) -> None:
+        self.turned = Turned()
+        self.learned: dict[str, Any] | None = None
+        self.stopped = False
+        self._meeting, self._beginning = meeting, beginning
+        self._warmup, self._wanted, self._most = warmup, steps, warmup + _TRIAL
+        self._stops, self._tick = stops, tick
+        self._done = self._batches = self._global_step = 0
+        self._step = self._load = self._begin = 0.0
+        self._ended = perf_counter()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._beginning.restore(trainer)
+        # The user's limits were there for schedules that ask for them. Schedules would end before the turn, or want a
+        # metric of the validation; a step takes as long without.
+        trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = _EPOCHS, -1
+        if pl_module.automatic_optimization:
+            trainer.strategy.lr_scheduler_configs = []
+        names = [type(each).__name__ for each in trainer.optimizers]
+        free = [is_schedule_free(each) for each in trainer.optimizers]
+        self.turned.optimizers = [f"schedule-free {n}" if f else n for n, f in zip(names, free, strict=True)]
+        if isinstance(trainer.strategy, SAFusionStrategy):
+            self.turned.cautions = list(trainer.strategy.cautions)
+            self.turned.density = trainer.strategy.settings.density.lasting()
+            trainer.strategy.settings.density.opens = False  # later steps are judged
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._global_step, self._ended = trainer.global_step, perf_counter()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        wait_for(self._meeting.device)  # the batch is there
+        self._load += perf_counter() - self._ended
+        # between two steps of the optimizer, or gradients of an accumulation would stay behind
+        if self._step == 0 and self._meeting.any(self._stops()):
+            self.stopped = trainer.should_stop = True
+        self._begin = perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        wait_for(self._meeting.device)
+        self._ended = perf_counter()
+        self._step += self._ended - self._begin
+        self._batches += 1
+        if trainer.global_step == self._global_step:
+            if self._batches > _BATCHES_PER_STEP * (self._done + 1):
+                raise RuntimeError(f"no optimizer has stepped in {self._batches} batches")
+            return
+        self._global_step = trainer.global_step
+        self._done += 1
+        if self._warmup <= self._done < self._most and not self.turned.steps and _on_trial(trainer):
+            self._warmup = self._done + 1
+        if self._done > self._warmup:
+            self.turned.steps.append(self._step)
+            self.turned.loading.append(self._load)
+        self._step = self._load = 0.0
+        self._tick()
+        if self._done >= self._warmup + self._wanted:
+            trainer.should_stop = True
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.turned.peak_bytes = peak(self._meeting.device)
+        if isinstance(trainer.strategy, SAFusionStrategy):
+            self.turned.figures = trainer.strategy.report()
+            plan = trainer.strategy.plan
+            self.turned.plan = plan.to_list() if plan is not None else None
+            self.learned = trainer.strategy.learned()
+
+
+def _on_trial(trainer: Trainer) -> bool:
+    """Whether the strategy tries a plan out, which may go again; the same on all processes."""
+    engine = trainer.strategy.controller if isinstance(trainer.strategy, SAFusionStrategy) else None
+    return engine is not None and engine.planner.on_trial
+
+
+class Bench:
+    """The user's model and data, built once, and what has been learned of each row.
+
+    Args:
+        job: The user's.
+        meeting: The processes.
+        keep_callbacks: Names of classes of callbacks that train with it.
+        seed: Of each turn.
+        stops: Whether the user wants to stop.
+    """
+
+    def __init__(
+        self, job: Job, meeting: Meeting, keep_callbacks: tuple[str, ...], seed: int, stops: Callable[[], bool]
+    ) -> None:
+        self.module, self.data = job.build()
+        self._job, self._meeting, self._seed, self._stops = job, meeting, seed, stops
+        self._beginning, self._hooks = Beginning(self.module), Hooks(self.module, self.data)
+        self._folder = tempfile.mkdtemp(prefix="safusion-bench-")
+        self._learned: dict[str, Mapping[str, Any]] = {}
+        self._leave_out_model_callbacks(keep_callbacks)
+
+    def _leave_out_model_callbacks(self, named: tuple[str, ...]) -> None:
+        configure = self.module.configure_callbacks
+
+        def kept() -> list[Callback]:
+            given = configure()
+            several = given if isinstance(given, Sequence) else [given]
+            return [each for each in several if keeps(type(each), named)]
+
+        self.module.configure_callbacks = kept  # type: ignore[method-assign]
+
+    def turn(
+        self,
+        row: str,
+        strategy: DDPStrategy,
+        warmup: int,
+        steps: int,
+        tick: Callable[[], None],
+        *more: Callback,
+        accumulated: bool = True,
+    ) -> TurnCallback:
+        """Trains a row for some steps. Collective; memory of the row is given back before it returns, or raises.
+
+        Args:
+            row: Its name: what it has learned in its turn before, it knows.
+            strategy: A new one.
+            warmup: Steps that do not count.
+            steps: Steps that do, with the one before them.
+            tick: Called after every step.
+            more: Other callbacks.
+            accumulated: Batches are accumulated as the user's trainer says; False: every batch makes a step.
+        """
+        device = self._meeting.device
+        give_back(device)
+        begin_peak(device)
+        if isinstance(strategy, SAFusionStrategy) and row in self._learned:
+            strategy.begin_with(self._learned[row])
+        timing = TurnCallback(self._meeting, self._beginning, warmup, steps, self._stops, tick)
+        callbacks = [*copy.deepcopy(self._job.callbacks), *more, timing]
+        arguments = dict(self._job.trainer)
+        if not accumulated:
+            arguments["accumulate_grad_batches"] = 1
+        try:
+            self._fit(strategy, callbacks, arguments)
+        finally:
+            self._forget()
+        if timing.learned is not None:
+            self._learned[row] = timing.learned
+        return timing
+
+    def _fit(self, strategy: DDPStrategy, callbacks: list[Callback], arguments: Mapping[str, Any]) -> None:
+        # the same batches, and the same noise of dropout, in every turn
+        seed = self._seed + self._meeting.rank
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        torch.manual_seed(seed)
+        self._beginning.unfreeze()
+        endless = arguments.get("max_epochs") is None and arguments.get("max_steps", -1) == -1
+        trainer = Trainer(
+            **{**arguments, **({"max_epochs": _EPOCHS} if endless else {})},
+            strategy=strategy,
+            callbacks=callbacks,
+            logger=SilentLogger(self._folder),
+            default_root_dir=self._folder,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.save_checkpoint = nothing  # type: ignore[method-assign]  # a hook of the module may call it
+        trainer.fit(self.module, datamodule=self.data)
+        self._hooks.done()
+
+    def close(self) -> None:
+        """Ends the job, whose data may want to be taken down."""
+        self._hooks.end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _forget(self) -> None:
+        """Drops what ties the module to a trainer that has ended."""
+        self.module.trainer = None
+        self.module.zero_grad(set_to_none=True)
+        if self.data is not None:
+            self.data.trainer = None
+        give_back(self._meeting.device)

@@ -1,0 +1,158 @@
+"""Costs measured on a group of workers: of its collectives, of selection and decoding on processors; and their file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, astuple, dataclass
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_safusion.comm.cost import Link, fit_linear, log2_ceil
+from lightning_safusion.fusion.plans.costs import SelectionCost
+
+_FORMAT = "lightning-safusion-calibration"
+_VERSION = 3
+_REMEDY = "write a new one with safusion bench --calibrate true"
+
+
+@dataclass(frozen=True)
+class CollectiveSample:
+    """Collectives of one size.
+
+    Args:
+        nbytes: Of one worker's message, or of the buffer that is reduced.
+        seconds: Of one collective.
+    """
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """One kind of collective, by the bytes of its buffers (two or more, rising), on straight lines between them."""
+
+    samples: tuple[CollectiveSample, ...]
+
+    def at(self, nbytes: float) -> CollectiveSample:
+        """The times of a collective of ``nbytes``."""
+        rows = self._table
+        place = int(np.clip(np.searchsorted(rows[:, 0], nbytes), 1, len(rows) - 1))
+        low, high = rows[place - 1], rows[place]
+        share = max(0.0, (nbytes - low[0]) / (high[0] - low[0]))
+        _, *values = np.maximum(low + share * (high - low), 0.0).tolist()
+        return type(self.samples[0])(int(nbytes), *values)
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        return np.array([astuple(sample) for sample in self.samples], np.float64)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """All costs of a group.
+
+    Args:
+        workers: In the group.
+        allgather: By the bytes of one worker's message.
+        allreduce: By the bytes of the buffer.
+        entry_bytes: Bytes of an entry on the wire.
+        select: Selection, packing and launch of a buffer on a worker's processors, with what its decoding takes
+            whatever its size; None where accelerators do the work.
+        decode: Seconds of an entry that is decoded there; None with ``select``.
+        jitter: Relative standard deviation of a worker's step without any exchange.
+        source: How they were measured, in words.
+        nodes: Machines of the group; None in files that do not say.
+        per_node: Workers on each; None with ``nodes``.
+        device: Of :data:`~lightning_safusion.tools.plan.device.DEVICES`: the one that the workers had, or its like;
+            None where that is not known, and on CPUs.
+
+    Raises:
+        ValueError: If there are fewer than two workers, nodes and workers on each do not make as many, or a number is
+            negative or not finite.
+    """
+
+    workers: int
+    allgather: CollectiveTimes
+    allreduce: CollectiveTimes
+    entry_bytes: float
+    select: SelectionCost | None = None
+    decode: float | None = None
+    jitter: float = 0.0
+    source: str = ""
+    nodes: int | None = None
+    per_node: int | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers < 2:
+            raise ValueError(f"costs are calibrated on two workers or more, got {self.workers}")
+        if (self.nodes, self.per_node) != (None, None) and (self.nodes or 0) * (self.per_node or 0) != self.workers:
+            placed = f"got nodes={self.nodes} and per_node={self.per_node}"
+            raise ValueError(f"calibration: {self.workers} workers are nodes times workers on each, {placed}")
+        costs = {"select": () if self.select is None else astuple(self.select), "decode": (self.decode or 0.0,)}
+        for name, numbers in costs.items():
+            if not all(isfinite(number) and number >= 0 for number in numbers):
+                raise ValueError(f"calibration: the cost of {name} must be finite and not negative, got {numbers}")
+        if not self.entry_bytes > 0:
+            raise ValueError(f"calibration: an entry has bytes on the wire, got entry_bytes={self.entry_bytes}")
+
+    @property
+    def placed(self) -> tuple[int, int] | None:
+        """Nodes and workers on each, as the simulator counts them: each worker of a CPU job is a node, because its
+        costs are those between two workers. None where the file does not say."""
+        if self.select is not None:
+            return self.workers, 1
+        return (self.nodes, self.per_node) if self.nodes is not None and self.per_node is not None else None
+
+    @property
+    def link(self) -> Link:
+        """α and β of the group, for other numbers of workers: both lines have rounds of messages in common."""
+        n, rounds = self.workers, log2_ceil(self.workers)
+        gather, reduce = (
+            fit_linear([(sample.nbytes, sample.seconds) for sample in times.samples])
+            for times in (self.allgather, self.allreduce)
+        )
+        alpha = max(0.0, (reduce.fixed - gather.fixed) / rounds)
+        return Link(alpha=alpha, beta=gather.per_byte / (n - 1), launch=max(0.0, gather.fixed - rounds * alpha))
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON."""
+        Path(path).write_text(json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Reads a file of :meth:`save`; a ValueError names a file that is no calibration of this version."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            kind, version = content.pop("format"), content.pop("version")
+            if (kind, version) not in ((_FORMAT, 2), (_FORMAT, _VERSION)):
+                found = f"{kind} version {version}"
+                raise ValueError(f"{path} is {found}, expected {_FORMAT} version {_VERSION}; {_REMEDY}")
+            if version == 2:
+                content = _of_version_2(content)
+            for name in ("allgather", "allreduce"):
+                samples = content[name]["samples"]
+                content[name] = CollectiveTimes(tuple(CollectiveSample(**sample) for sample in samples))
+            if content["select"] is not None:
+                content["select"] = SelectionCost(**content["select"])
+            return cls(**content)
+        except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no calibration: {error!r}; {_REMEDY}") from error
+
+
+def _of_version_2(content: dict[str, Any]) -> dict[str, Any]:
+    """A file that has the costs of shared processors as version 3 has it: they are no longer simulated."""
+    host = content.pop("host")
+    for name in ("allgather", "allreduce"):
+        samples = [{"nbytes": each["nbytes"], "seconds": each["alone"]} for each in content[name]["samples"]]
+        content[name] = {"samples": samples}
+    if host is None:
+        return content | {"select": None, "decode": None}
+    ahead, decode = host["ahead"], host["decode"]
+    select = {"fixed": ahead["fixed"] + decode["fixed"], "per_element": ahead["per_element"]}
+    return content | {"select": select, "decode": decode["per_element"]}

@@ -1,0 +1,192 @@
+"""All systems on one cluster, as rows of figures; the recommendation; sweeps over clusters and densities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from json import dumps
+from math import inf
+from typing import Any
+
+from lightning_safusion.systems import DEFAULT, SYSTEMS
+from lightning_safusion.tools.accuracy import faster_row, known_accuracy
+from lightning_safusion.tools.plan.cluster import resolve_link
+from lightning_safusion.tools.plan.job import Job
+from lightning_safusion.tools.plan.rows import simulated_row
+from lightning_safusion.tools.plan.systems import is_counted, run_system
+
+#: All systems are compared with this dense exchange, which needs no other package.
+BASELINE = "ddp-bf16"
+#: Rows that are compared where none are named: all systems, and exchanges that no system has of its own.
+COMPARED: tuple[str, ...] = (
+    *SYSTEMS,
+    "safusion[collective=hierarchical]",
+    "saf-pooled[collective=sharded]",
+    "saf-pooled[collective=hierarchical-sharded]",
+)
+#: Gbit/s between which the end of compression's gain is looked for.
+RATES = (0.1, 1600.0)
+_HALVINGS = 8
+# A gain below this share is not worth another gradient than DDP's.
+_WORTH = 0.02
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One row on one cluster, as files have it: the system as it is written, with its options; seconds and bytes of its
+    :class:`~lightning_safusion.tools.plan.schedule.Iteration`, the speed-up over DDP in bf16, and whether the work of
+    the device was counted (or measured, on processors); else its time is an order of magnitude."""
+
+    system: str
+    iteration_s: float
+    exposed_s: float
+    select_s: float
+    device_s: float
+    bytes_received: float
+    node_bytes: float
+    collectives: int
+    waited_s: float
+    speedup: float
+    counted: bool = True
+
+
+def plan_table(job: Job, systems: Sequence[str] = COMPARED) -> list[PlanRow]:
+    """The prediction for each row, in the order of ``systems``.
+
+    Args:
+        job: The job.
+        systems: Systems, with options as :func:`~lightning_safusion.tools.plan.rows.simulated_row` reads them.
+
+    Raises:
+        ValueError: If there is no such row; nothing was simulated then.
+    """
+    names = [simulated_row(name).name for name in systems]
+    results = {name: run_system(name, job) for name in dict.fromkeys([BASELINE, *names])}
+    baseline = results[BASELINE].seconds
+    rows, counted = [], job.cluster.device.processors
+    for name in names:
+        run = results[name]
+        sent = (run.nbytes, run.node_bytes, run.collectives, run.waited)
+        known = counted or is_counted(name)
+        rows.append(
+            PlanRow(name, run.seconds, run.exposed, run.select, run.device, *sent, baseline / run.seconds, known)
+        )
+    return rows
+
+
+def _sparse(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """The rows that send less than all of every gradient."""
+    return [row for row in rows if simulated_row(row.system).sparse]
+
+
+def best_sparse(rows: Sequence[PlanRow]) -> PlanRow | None:
+    """The fastest sparse row that loses no gradients, if it is worth the change from DDP in bf16."""
+    able = [row for row in _sparse(rows) if simulated_row(row.system).conserves]
+    best = min(able, key=lambda row: row.iteration_s, default=None)
+    return best if best is not None and best.speedup > 1 + _WORTH else None
+
+
+def break_even(job: Job, system: str, baseline: str = BASELINE) -> float:
+    """Gbit/s of a node's network card from which a system is no faster than another one: 0 or infinity where that holds
+    at every rate that there is, or at none."""
+    low, high = RATES
+
+    def pays(rate: float) -> bool:
+        there = replace(job, cluster=replace(job.cluster, inter=resolve_link(f"{rate}gbit"), measured={}))
+        return run_system(baseline, there).seconds > (1 + _WORTH) * run_system(system, there).seconds
+
+    if not pays(low):
+        return 0.0
+    if pays(high):
+        return inf
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return high
+
+
+def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
+    """A sentence: up to which bandwidth it pays to compress, and what that costs the device.
+
+    Args:
+        rows: Of :func:`plan_table`; a sparse one is among them.
+        job: Theirs.
+    """
+    best = best_sparse(rows) or min(_sparse(rows), key=lambda row: row.iteration_s)
+    rate = break_even(job, best.system)
+    system, work = repr(best.system), f"selection and decoding take {best.device_s * 1e3:.1f} ms of every step"
+    if rate == 0:
+        return f"Do not compress this job: at no bandwidth is {system}, whose {work}, faster than DDP in bf16."
+    if rate == inf:
+        return f"Compression pays at every bandwidth up to {RATES[1]:g} Gbit/s, with {system}, whose {work}."
+    shown = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+    return f"From about {shown} Gbit/s on, DDP in bf16 is as fast as {system}, whose {work}: do not compress there."
+
+
+def recommend(rows: Sequence[PlanRow], density: float, optimizer: str, workers: int = 2) -> tuple[list[str], str]:
+    """Sentences that recommend a system, and say which are faster; its settings for LightningCLI. None where there was
+    nothing to compare.
+
+    Args:
+        rows: Of :func:`plan_table`.
+        density: Share of the elements that sparse rows without one of their own send.
+        optimizer: Name of its class.
+        workers: That train.
+    """
+    best = best_sparse(rows)
+    lines = ["trainer:", "  strategy:", "    class_path: lightning_safusion.SAFusionStrategy", "    init_args:"]
+    if not _sparse(rows):
+        return [f"No sparse system was compared: add {DEFAULT!r} to the systems."], ""
+    if best is None:
+        verdict = "Dense DDP is the better choice here: no sparse system is faster than DDP in bf16 by more than 2 %."
+        return [verdict], "\n".join([*lines, f"      system: {BASELINE}"]) + "\n"
+    verdict = (
+        f"{best.system!r} takes {best.iteration_s * 1e3:.1f} ms per iteration, "
+        f"{best.speedup:.2f} times as fast as DDP in bf16; {best.exposed_s * 1e3:.1f} ms are exposed."
+    )
+    row = simulated_row(best.system)
+    arguments: dict[str, Any] = {"system": row.parts.system.name, "density": density, **row.options}
+    lines += [f"      {name}: {value if isinstance(value, str) else dumps(value)}" for name, value in arguments.items()]
+    accuracy = known_accuracy(row.known_as, arguments["density"], [optimizer], workers=workers)
+    others = [
+        faster_row(each.system, f"{each.iteration_s * 1e3:.1f} ms")
+        for each in rows
+        if each.iteration_s * (1 + _WORTH) < best.iteration_s
+    ]
+    return [verdict, accuracy, *others], "\n".join(lines) + "\n"
+
+
+def sweep_table(
+    job: Job, systems: Sequence[str] = COMPARED, *, over: Mapping[str, Sequence[Any]]
+) -> list[dict[str, Any]]:
+    """The table for every combination of values.
+
+    Args:
+        job: The job, with the values that do not vary.
+        systems: As of :func:`plan_table`.
+        over: Values of ``"bandwidth"`` (such as ``"25gbit"``), ``"density"`` (of rows that have none of their own) and
+            ``"nodes"``.
+
+    Returns:
+        One flat record per combination and system: nodes, workers, bandwidth, density, and the fields of
+        :class:`PlanRow`.
+    """
+    records = []
+    for values in product(*over.values()):
+        point = dict(zip(over, values, strict=True))
+        cluster, density = job.cluster, float(point.get("density", job.density))
+        if {"nodes", "bandwidth"} & set(point):  # measured times hold for one number of workers and one link
+            cluster = replace(cluster, nodes=int(point.get("nodes", cluster.nodes)), measured={})
+        if "bandwidth" in point:
+            cluster = replace(cluster, inter=resolve_link(str(point["bandwidth"])))
+        head = {
+            "nodes": cluster.nodes,
+            "workers": cluster.workers,
+            "gbit": cluster.inter.card_gbit,
+            "density": density,
+            **({"bandwidth": point["bandwidth"]} if "bandwidth" in point else {}),
+        }
+        rows = plan_table(replace(job, cluster=cluster, density=density), systems)
+        records += [{**head, **asdict(row)} for row in rows]
+    return records

@@ -1,0 +1,186 @@
+"""From gradients to means on a device: what each way costs it, in launches, bytes and instructions.
+
+The fused kernels are counted in :mod:`lightning_safusion.tools.plan.work`. Where they do not serve, the engine uses
+PyTorch's operations; their launches and bytes are counted here, on a device that is not there
+(``tests/tools/plan/test_paths.py``): an operation reads and writes each of its tensors once, a sort reads and writes
+keys and positions once for every 8 bits of a key, and of what is chosen by positions only that much moves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lightning_safusion.tools.plan import work as fused
+from lightning_safusion.tools.plan.work import Shards, Span, Work
+
+
+class Operations(NamedTuple):
+    """Operations of PyTorch on a buffer.
+
+    Args:
+        launches: Of a call.
+        nbytes: For each element.
+        entry_bytes: For each entry.
+        tensor_launches: For each tensor.
+    """
+
+    launches: int
+    nbytes: float
+    entry_bytes: float
+    tensor_launches: int = 0
+
+    def work(self, elements: float, entries: float, tensors: float = 0, calls: int = 1) -> Work:
+        """Of some calls, with so many elements and entries in all."""
+        launches = self.launches * calls + self.tensor_launches * tensors
+        return Work(launches, self.nbytes * elements + self.entry_bytes * entries)
+
+
+#: Gradients are added to the residual, and elements are selected from it: all are sorted.
+SELECT = {"topk": Operations(31, 401, 82, 2), "gaussiank": Operations(258, 896, 108, 2)}
+#: Positions that do not depend on elements come from the host; their values are read.
+DRAW = Operations(3, 0, 32)
+#: A threshold is worked out from moments, and refined so many times, in numbers of each tensor.
+ESTIMATE, REFINEMENTS = Operations(126, 0, 0), 8
+#: A message is written; with values of a few bits, or floats.
+ENCODE = {True: Operations(99, 1.1, 587), False: Operations(67, 1.1, 402)}
+#: A message of one worker is read and added to the means.
+DECODE = {True: Operations(51, 1.2, 563), False: Operations(32, 1.2, 457)}
+#: Means are cleared before, judged, and written into the gradients.
+DELIVER = Operations(25, 42, 0)
+#: What was sent leaves the residual.
+COMMIT = Operations(4, 0, 28)
+
+
+class Path(ABC):
+    """A way from gradients to means. All return work by stage, as :data:`~lightning_safusion.tools.plan.work.STAGES`
+    has them."""
+
+    @abstractmethod
+    def selection(self, span: Span) -> dict[str, Work]:
+        """From gradients to a message."""
+
+    @abstractmethod
+    def decoding(self, span: Span, messages: int) -> dict[str, Work]:
+        """From so many messages, each with the entries of the span, to means in the gradients."""
+
+    @abstractmethod
+    def commitment(self, span: Span) -> dict[str, Work]:
+        """What was sent leaves the residual."""
+
+    def end(self) -> dict[str, Work]:
+        """Of a window, whatever its buffers."""
+        return {"operations": Work(1)}
+
+
+@dataclass(frozen=True)
+class FusedKernels(Path):
+    """The kernels of whole buffers.
+
+    Args:
+        bits: Of a value in a message.
+    """
+
+    bits: int = 4
+
+    def selection(self, span: Span) -> dict[str, Work]:
+        return fused.selection(replace(span, bits=self.bits))
+
+    def decoding(self, span: Span, messages: int) -> dict[str, Work]:
+        return fused.decoding(replace(span, bits=self.bits), messages)
+
+    def commitment(self, span: Span) -> dict[str, Work]:
+        return fused.commitment(replace(span, bits=self.bits))
+
+    def end(self) -> dict[str, Work]:
+        return fused.END
+
+
+@dataclass(frozen=True)
+class FusedEstimates(FusedKernels):
+    """The same kernels with thresholds that ``"gaussiank"`` estimates."""
+
+    def selection(self, span: Span) -> dict[str, Work]:
+        if not span.elements:
+            return {}
+        estimate = ESTIMATE.work(span.elements, span.entries) + fused.estimation(span, REFINEMENTS)
+        return super().selection(span) | {"operations": estimate}
+
+
+@dataclass(frozen=True)
+class FusedPlaces(FusedKernels):
+    """The same kernels with elements that a compressor chooses in PyTorch's operations.
+
+    Args:
+        bits: See :class:`FusedKernels`.
+        compressor: ``"randomk"``; others are taken for ``"topk"``.
+    """
+
+    compressor: str = "randomk"
+
+    def selection(self, span: Span) -> dict[str, Work]:
+        if not span.elements:
+            return {}
+        operations = DRAW if self.compressor == "randomk" else SELECT["topk"]
+        chosen = operations.work(span.elements, span.entries, span.tensors)
+        return fused.placement(replace(span, bits=self.bits)) | {"operations": chosen}
+
+
+@dataclass(frozen=True)
+class FusedShards(Path):
+    """The same kernels where an owner adds up what it receives, and selects from the sums.
+
+    Args:
+        workers: Each owns a shard.
+        scattered, gathered: Entries, for each of the quota: see :class:`~lightning_safusion.tools.plan.work.Shards`.
+        bits: Of a value in a message.
+    """
+
+    workers: int
+    scattered: float
+    gathered: float
+    bits: int = 4
+
+    def selection(self, span: Span) -> dict[str, Work]:
+        return self._shards(span).selection()
+
+    def decoding(self, span: Span, messages: int) -> dict[str, Work]:
+        return self._shards(span).decoding()
+
+    def commitment(self, span: Span) -> dict[str, Work]:
+        return self._shards(span).commitment()
+
+    def end(self) -> dict[str, Work]:
+        return fused.END
+
+    def _shards(self, span: Span) -> Shards:
+        return Shards(replace(span, bits=self.bits), self.workers, self.scattered, self.gathered)
+
+
+@dataclass(frozen=True)
+class TorchOperations(Path):
+    """PyTorch's operations.
+
+    Args:
+        compressor: Of which the operations are counted; others are taken for ``"topk"``.
+        few_bits: Values have a few bits.
+    """
+
+    compressor: str = "topk"
+    few_bits: bool = False
+
+    def selection(self, span: Span) -> dict[str, Work]:
+        if not span.elements:
+            return {}
+        select = SELECT.get(self.compressor, SELECT["topk"]).work(span.elements, span.entries, span.tensors)
+        return {"operations": select + ENCODE[self.few_bits].work(span.elements, span.entries)}
+
+    def decoding(self, span: Span, messages: int) -> dict[str, Work]:
+        if not span.elements:
+            return {}
+        read = DECODE[self.few_bits].work(messages * span.elements, messages * span.entries, calls=messages)
+        return {"operations": read + DELIVER.work(span.elements, span.entries)}
+
+    def commitment(self, span: Span) -> dict[str, Work]:
+        return {"operations": COMMIT.work(span.elements, span.entries)} if span.elements else {}

@@ -1,0 +1,301 @@
+"""``safusion plan``: predictions for each system on a cluster, and the recommended settings, printed and as files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_safusion.literal import literal
+from lightning_safusion.lookup import check_name, need
+from lightning_safusion.notation import split
+from lightning_safusion.tools.accuracy import default_density
+from lightning_safusion.tools.plan.calibration import Calibration
+from lightning_safusion.tools.plan.cluster import Cluster, resolve_link
+from lightning_safusion.tools.plan.comparison import (
+    BASELINE,
+    COMPARED,
+    PlanRow,
+    best_sparse,
+    plan_table,
+    recommend,
+    sweep_table,
+    when_to_compress,
+)
+from lightning_safusion.tools.plan.device import resolve_device
+from lightning_safusion.tools.plan.job import Job
+from lightning_safusion.tools.plan.rows import simulated_row
+from lightning_safusion.tools.plan.traces import resolve_trace
+from lightning_safusion.tools.tables import RowName, plain_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: Values of a sweep that names none.
+SWEEPS: dict[str, tuple[str, ...]] = {
+    "bandwidth": ("1gbit", "10gbit", "25gbit", "50gbit", "100gbit", "200gbit", "400gbit"),
+    "density": ("0.001", "0.002", "0.005", "0.01", "0.02", "0.05", "0.1"),
+    "nodes": ("2", "4", "8", "16", "32"),
+}
+# Of each sweep: the field of the records, and its heading.
+_AXES = {
+    "bandwidth": ("gbit", "Gbit/s of a card"),
+    "density": ("density", "density"),
+    "nodes": ("workers", "workers"),
+}
+# The cluster where nothing says another one.
+_NODES, _PER_NODE, _DEVICE = 8, 8, "a100"
+_ALONE, _EXPOSED = "#4878b0", "#d03a2b"
+_LABEL = 44  # characters of a line beside a bar
+
+
+def run_plan(
+    trace: str = "bert-large",
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    bandwidth: str = "25gbit",
+    optimizer: str = "AdamW",
+    density: float | None = None,
+    entry_bytes: float = 6.0,
+    device: str | None = None,
+    jitter: float | None = None,
+    seed: int = 0,
+    calibration: str | None = None,
+    systems: str | list[str] | None = None,
+    sweep: str | None = None,
+    output: str | None = None,
+) -> None:
+    """Predicts the iteration of each system on a cluster, and recommends settings.
+
+    Args:
+        trace: Name of a trace that comes with the package, or the path of a JSON file.
+        nodes: Nodes of the cluster; by default those of the calibration, or 8.
+        gpus_per_node: Workers in each node, which share its network card; by default those of the calibration, or 8.
+        bandwidth: Of one node's network card, such as 25gbit.
+        optimizer: Class of the job's optimizer, such as AdamW or SGD ("schedule-free" for those of schedulefree):
+            decides the density, and what is said about accuracy.
+        density: Share of the gradient that sparse systems send; by default what SAFusionStrategy() takes with
+            that optimizer.
+        entry_bytes: Bytes of a sent entry with its position, of systems with lossless values: 8, 6 or 4. The default
+            system has its own.
+        device: "a100", "h100", or the JSON file that "python -m lab gpu" has written on one: the speeds by which the
+            counted work of selecting, packing and decoding becomes seconds. By default that of the calibration, or
+            "a100".
+        jitter: Relative standard deviation of computing times between workers; by default that of the calibration, or
+            none.
+        seed: Of the jitter.
+        calibration: JSON file of "safusion bench": its costs replace bandwidth, entry_bytes, and device where it was
+            made on CPUs.
+        systems: Systems to compare, separated by commas, with options as in "ddp,saf-pooled[wire=q2,density=0.1]"; all
+            by default. Options are the arguments of SAFusionStrategy that change a prediction: density, compressor,
+            fusion, scope, quota, collective, wire, dense_below, offload, select_by.
+        sweep: Also vary something: "bandwidth", "density" or "nodes", or with values, as in "bandwidth=10gbit,25gbit";
+            several are separated by spaces.
+        output: Folder for tables (CSV, JSON), settings (YAML) and pictures (PNG).
+
+    Raises:
+        ModuleNotFoundError: If pictures need matplotlib; names the extra that brings it.
+        ValueError: If a name or an option is unknown, the strategy would refuse a row, a number makes no sense, or the
+            calibration does not say on how many nodes its workers were and no option does.
+    """
+    names = _names(systems)
+    job_trace = resolve_trace(trace)
+    density = default_density(optimizer) if density is None else density
+    costs = Calibration.load(calibration) if calibration is not None else None
+    nodes, gpus_per_node, origin = _placed(nodes, gpus_per_node, costs, calibration)
+    found = resolve_device(device or (costs.device if costs is not None else None) or _DEVICE)
+    if costs is not None:
+        cluster = Cluster.calibrated(costs, nodes, gpus_per_node, jitter, seed, found)
+        entry_bytes, bandwidth = costs.entry_bytes, f"the rate of {calibration}"
+    else:
+        cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), device=found, jitter=jitter or 0.0, seed=seed)
+    job = Job(job_trace, cluster, density, entry_bytes)
+    over = parse_sweep(sweep) if sweep else {}
+    if output is not None:
+        need("matplotlib", "plot")
+    rows = plan_table(job, names)
+    console = Console()
+    console.print(_plan_table(rows, job, f"{origin} at {bandwidth}"))
+    console.print(literal(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements."))
+    if costs is not None:
+        each = "" if costs.select is None else " Each worker counts as a node: these are costs between two workers."
+        console.print(literal(f"Costs: {costs.source}.{each}"))
+    if costs is None or costs.select is None:
+        console.print(literal(f"Device: {cluster.device.described}; its work is counted.{_guessed(device, costs)}"))
+    sentences, settings = recommend(rows, density, optimizer, cluster.workers)
+    if costs is None and settings:
+        sentences.insert(1, when_to_compress(rows, job))
+    for sentence in sentences:
+        console.print(literal(sentence))
+    if settings:
+        console.print(settings, markup=False, highlight=False)
+    records = sweep_table(job, names, over=over) if over else []
+    if records:
+        console.print(_sweep_table(records, list(over)))
+    if output is not None:
+        folder = Path(output)
+        folder.mkdir(parents=True, exist_ok=True)
+        if settings:
+            (folder / "settings.yaml").write_text(settings, encoding="utf-8")
+        _write_records([asdict(row) for row in rows], folder / "plan")
+        plot_table(rows).savefig(folder / "plan.png", dpi=120)
+        if records:
+            _write_records(records, folder / "sweep")
+        if len(over) == 1:
+            plot_sweep(records, *over).savefig(folder / "sweep.png", dpi=120)
+        console.print(literal(f"written to {output}"))
+
+
+def _names(systems: str | list[str] | None) -> list[str]:
+    """The rows that are meant; refuses wrong ones before any work."""
+    names = split(systems) if isinstance(systems, str) else list(COMPARED if systems is None else systems)
+    for name in names:
+        simulated_row(name)
+    return names
+
+
+def _placed(
+    nodes: int | None, gpus_per_node: int | None, costs: Calibration | None, file: str | None
+) -> tuple[int, int, str]:
+    """Nodes and workers on each, as given or else those of the calibration; and which of them are the calibration's."""
+    known: tuple[int, int] | None = (_NODES, _PER_NODE) if costs is None else costs.placed
+    if known is None and costs is not None and None in (nodes, gpus_per_node):
+        where = f"{file} does not say on how many nodes its {costs.workers} workers were"
+        raise ValueError(f"{where}: give --nodes and --gpus-per-node")
+    taken = ["nodes"] * (nodes is None) + ["workers of a node"] * (gpus_per_node is None)
+    origin = f" ({' and '.join(taken)} as in {file})" if taken and costs is not None else ""
+    all_nodes, in_each = known or (0, 0)
+    return all_nodes if nodes is None else nodes, in_each if gpus_per_node is None else gpus_per_node, origin
+
+
+def _guessed(device: str | None, costs: Calibration | None) -> str:
+    """Says it where nobody has said which device the workers have."""
+    if device is not None or costs is None:
+        return ""
+    return " It is the calibration's." if costs.device else " The calibration names none that is known: give --device."
+
+
+def parse_sweep(text: str) -> dict[str, list[str]]:
+    """Reads ``"bandwidth=10gbit,25gbit density"``: names with values, or with the default ones.
+
+    Raises:
+        ValueError: If a name is unknown, or has no values after ``=``.
+    """
+    over = {}
+    for word in text.split():
+        name, _, values = word.partition("=")
+        check_name("sweep", name, SWEEPS)
+        chosen = [value for value in values.split(",") if value] if "=" in word else list(SWEEPS[name])
+        if not chosen:
+            raise ValueError(f"sweep over {name!r} has no values: give some, as in {name}={','.join(SWEEPS[name][:2])}")
+        over[name] = chosen
+    return over
+
+
+def _plan_table(rows: Sequence[PlanRow], job: Job, hardware: str) -> Table:
+    """All systems, fastest first.
+
+    Args:
+        rows: Of the table.
+        job: Theirs.
+        hardware: Where the number of workers is from, and the rate of their links.
+    """
+    trace, cluster = job.trace, job.cluster
+    title = (
+        f"{trace.name}: {sum(trace.numels) / 1e6:.1f} M parameters in {len(trace.tensors)} tensors, "
+        f"{trace.seconds * 1e3:.0f} ms alone; {cluster.nodes} x {cluster.gpus_per_node} workers{hardware}; "
+        f"density {job.density:g}"
+    )
+    caption = (
+        "device: ms that selecting, packing and decoding take of a worker, ~ as an order of magnitude; MB that a "
+        "worker and a node receive; collectives started; over bf16: times as fast as DDP in bf16"
+    )
+    headings = ("ms", "exposed", "device", "MB", "node\nMB", "calls", "over\nbf16")
+    table = plain_table(literal(title, "table.title"), caption, "system", headings)
+    for row in sorted(rows, key=lambda row: row.iteration_s):
+        table.add_row(
+            RowName(row.system),
+            *(f"{seconds * 1e3:.1f}" for seconds in (row.iteration_s, row.exposed_s)),
+            "~" * (not row.counted) + f"{row.device_s * 1e3:.1f}",
+            *(f"{nbytes / 1e6:.1f}" for nbytes in (row.bytes_received, row.node_bytes)),
+            str(row.collectives),
+            f"{row.speedup:.2f}",
+        )
+    return table
+
+
+def _sweep_table(records: Sequence[dict[str, Any]], names: Sequence[str]) -> Table:
+    """The recommended system of every combination."""
+    points: dict[tuple[float, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        points.setdefault(tuple(record[_AXES[name][0]] for name in names), []).append(record)
+    table = Table(title="recommended system")
+    for name in names:
+        table.add_column(_AXES[name][1], justify="right")
+    for heading in ("system", "ms", "over bf16 DDP"):
+        table.add_column(heading)
+    for point, group in points.items():
+        rows = [PlanRow(**{each.name: record[each.name] for each in fields(PlanRow)}) for record in group]
+        best = best_sparse(rows)
+        name, speedup = (BASELINE, 1.0) if best is None else (best.system, best.speedup)
+        seconds = rows[0].iteration_s * rows[0].speedup / speedup
+        table.add_row(*(f"{value:g}" for value in point), RowName(name), f"{seconds * 1e3:.1f}", f"{speedup:.2f}")
+    return table
+
+
+def _write_records(records: Sequence[Mapping[str, Any]], stem: Path) -> None:
+    """Writes flat records as JSON and CSV."""
+    stem.with_suffix(".json").write_text(json.dumps(records, indent=1), encoding="utf-8")
+    with stem.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(records[0]))
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def plot_table(rows: Sequence[PlanRow]) -> Figure:
+    """Bars of all systems of one cluster, fastest on top: the trace alone, and the exposed time."""
+    ordered = sorted(rows, key=lambda row: -row.iteration_s)
+    names = ["\n".join(RowName(row.system).lines(_LABEL)) for row in ordered]
+    figure, ax = _new_figure(1.2 + 0.26 * sum(name.count("\n") + 1 for name in names))
+    alone = [(row.iteration_s - row.exposed_s) * 1e3 for row in ordered]
+    ax.barh(names, alone, color=_ALONE, label="forward, backward, optimizer")
+    ax.barh(names, [row.exposed_s * 1e3 for row in ordered], left=alone, color=_EXPOSED, label="exposed")
+    for place, row in enumerate(ordered):
+        ax.annotate(f" {row.speedup:.2f}x", (row.iteration_s * 1e3, place), va="center", fontsize="small")
+    ax.margins(x=0.1)
+    ax.set_xlabel("ms per iteration (and speed-up over DDP in bf16)")
+    ax.legend(loc="upper right")
+    return figure
+
+
+def plot_sweep(records: Sequence[Mapping[str, Any]], over: str) -> Figure:
+    """A line per system: milliseconds per iteration over ``"bandwidth"``, ``"density"`` or ``"nodes"``; dense systems
+    dashed, and those whose work on the device is an order of magnitude marked: they may rise with the bandwidth."""
+    figure, ax = _new_figure(5.5)
+    field, heading = _AXES[over]
+    for name in dict.fromkeys(record["system"] for record in records):
+        points = sorted((record[field], record["iteration_s"] * 1e3) for record in records if record["system"] == name)
+        guessed = any(not record["counted"] for record in records if record["system"] == name)
+        label = "~ " * guessed + name
+        ax.plot(*zip(*points, strict=True), "-" if simulated_row(name).sparse else "--", marker=".", label=label)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel(heading)
+    ax.set_ylabel("ms per iteration (~: the device's work as an order of magnitude)")
+    ax.legend(fontsize="x-small", ncols=2)
+    return figure
+
+
+def _new_figure(height: float) -> tuple[Figure, Axes]:
+    need("matplotlib", "plot")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height), layout="constrained")
+    return figure, figure.add_subplot()

@@ -1,0 +1,202 @@
+"""The page: well formed, without requests, escaped, and with the sections of the files that exist."""
+
+from __future__ import annotations
+
+import re
+import sys
+from base64 import b64decode
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib import rcParams
+
+import safusion_command as cli
+from lightning_safusion.profiling import plot_step
+from lightning_safusion.tools.report import load_run, render_page
+from lightning_safusion.tools.report.page import picture
+from tests.tools.report.document import Document
+from tests.tools.report.runs import NASTY, missing, overlap, step, write_run
+
+
+def page(folder: Path, **options: Any) -> str:
+    return render_page(load_run(write_run(folder, overlap(**options), missing())))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of the usual run, in a folder with an awkward name."""
+    return page(tmp_path_factory.mktemp("run") / NASTY.replace("/", "-"))
+
+
+@pytest.fixture(scope="module")
+def document(written: str) -> Document:
+    return Document(written)
+
+
+def sections(document: Document) -> list[str | None]:
+    return [attributes["id"] for attributes in document.elements("section")]
+
+
+def assert_well_formed(document: Document) -> None:
+    ids = document.values("id")
+    assert len(ids) == len(set(ids))
+    assert set(document.values("aria-labelledby")) <= set(ids)
+    assert len(document.elements("h1")) == 1
+    assert all(attributes.get("scope") in ("row", "col") for attributes in document.elements("th"))
+    assert all(attributes["alt"] for attributes in document.elements("img"))
+    assert not re.search(r"\bnan\b|\bNone\b", document.text)
+
+
+def test_the_page_is_well_formed(document: Document) -> None:
+    assert_well_formed(document)
+
+
+def test_the_page_makes_no_requests(written: str, document: Document) -> None:
+    assert not document.elements("script")
+    assert not [name for _, attributes in document.tags for name in attributes if name.startswith("on")]
+    for attribute in ("src", "href", "action", "data", "srcset"):
+        assert not [address for address in document.values(attribute) if not address.startswith(("data:", "#"))]
+    assert not re.search(r"https?:|@import|url\((?!#)", written)
+    assert "default-src 'none'" in written
+
+
+def test_names_are_text(written: str, document: Document) -> None:
+    assert NASTY not in written
+    assert not document.elements("b")
+    assert NASTY in document.text
+
+
+def images(document: Document) -> list[str]:
+    """The files of the pictures."""
+    return [b64decode(source.partition(",")[2]).decode() for source in document.values("src")]
+
+
+def test_pictures_are_files_with_names_as_text_and_without_requests(document: Document) -> None:
+    drawn = images(document)
+    assert len(drawn) == 4
+    for each in drawn:
+        tags = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(each).iter()}  # noqa: S314
+        assert not tags & {"script", "a"}
+        assert not re.search(r'href="(?!#|data:)|@import|url\((?!#)', each)
+    assert any("exposed: head.weight" in each for each in drawn)
+    assert any(NASTY in (element.text or "") for each in drawn for element in ElementTree.fromstring(each).iter())  # noqa: S314
+
+
+NAMES = [("$x$", "$x$"), ("a<b & 'c'", "a&lt;b &amp; 'c'"), ("\x1b[31m\x07", "\ufffd[31m\ufffd")]
+
+
+@pytest.mark.parametrize(("name", "shown"), NAMES)
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_a_name_is_no_formula_no_markup_and_no_control_character(name: str, shown: str) -> None:
+    before = dict(rcParams)
+    drawn = b64decode(picture(plot_step, step(3, names=(name, "last"))).partition(",")[2]).decode()
+    ElementTree.fromstring(drawn)  # noqa: S314 - made here
+    assert shown in drawn
+    assert dict(rcParams) == before
+
+
+def test_a_section_is_there_only_if_its_file_is(tmp_path: Path, document: Document) -> None:
+    everything = ["figures", "advice", "timeline", "breakdown", "plan", "tuning", "missing", "settings", "reproduce"]
+    assert sections(document) == everything
+    alone = render_page(load_run(write_run(tmp_path, overlap() | {"decisions": [], "timeline": None})))
+    without = ("timeline", "tuning", "missing")
+    assert sections(Document(alone)) == [name for name in everything if name not in without]
+
+
+def test_files_of_another_fit_are_mentioned_and_not_shown(tmp_path: Path) -> None:
+    text = Document(render_page(load_run(write_run(tmp_path, overlap(), missing() | {"run": 0.0})))).text
+    assert "missing_rate.json is of another training than overlap.json, and is left out" in text
+    assert "8.3%" not in text
+
+
+def test_the_figures_are_those_of_the_files(document: Document) -> None:
+    text = document.text
+    assert "100.0 ms" in text  # the step
+    assert "5.0 ms" in text  # of it exposed
+    assert "5.0% of a step waits for it alone" in text
+    assert "1.5% of the gradients' 8.0 kB" in text  # 2 messages of 60 bytes
+    assert "8.3%" in text  # missing
+    assert "4 tensors in 2 buffers" in text
+    assert "2 buffers instead of 1 buffer" in text
+    assert "+25.0% +20.0%" in " ".join(text.split())  # predicted and measured
+    assert "30.00 ms 30.0%" in " ".join(text.split())  # forward
+    assert "The longest wait of this step is 5.0 ms, for buffer 2 (head.weight, " in text
+
+
+def test_the_advice_is_about_this_job(document: Document) -> None:
+    text = document.text
+    assert "5.0 ms of exchange are exposed" in text
+    assert "8.3% of the gradient tensors send nothing in a step" in text
+    assert "bf16 DDP would be" in text
+
+
+def test_plain_ddp_says_so(tmp_path: Path) -> None:
+    document = Document(page(tmp_path, aside="there is one worker, and nothing to exchange"))
+    assert_well_formed(document)
+    assert "Plain DDP exchanges the gradients: there is one worker, and nothing to exchange." in document.text
+    assert "plan" not in sections(document)
+    assert "this package exchanged nothing in it" in document.text
+    assert "Exposed exchange" not in document.text
+    assert "Sent" not in document.text
+
+
+def test_streams_are_shown_without_predictions(tmp_path: Path) -> None:
+    content = overlap() | {"plan": [[1, "stream"]] * 4}
+    text = Document(render_page(load_run(write_run(tmp_path, content)))).text
+    assert "5.0 ms of exchange are exposed" in text
+    assert "bf16" not in text
+
+
+def test_nothing_recorded_says_so(tmp_path: Path) -> None:
+    content = overlap() | {"ranks": [{"step_s": 0.1}], "buffers": [], "timeline": None}
+    text = Document(render_page(load_run(write_run(tmp_path, content)))).text
+    assert "No exchange was recorded" in text
+
+
+def test_long_tables_and_lists_of_names_are_folded(tmp_path: Path, written: str) -> None:
+    def folded(text: str, buffers: int) -> bool:
+        summary = text.index(f"<summary>Buffers ({buffers})")
+        return "open" not in text[:summary].rpartition("<details")[2]
+
+    long = page(tmp_path, buffers=60)
+    assert_well_formed(Document(long))
+    assert folded(long, 60)
+    assert not folded(written, 2)
+
+
+def test_the_worst_tensors_come_first(tmp_path: Path) -> None:
+    many = missing(tensors=100)
+    for place, row in enumerate(many["tensors"]):
+        row["missing"], row["rates"] = place / 100, [place / 100] * 4
+    document = Document(render_page(load_run(write_run(tmp_path / "many", None, many))))
+    text = document.text
+    assert text.index(NASTY) < text.index(["layer98.weight", "98.0%"][0])
+    assert "99 of 100 were missing at some time; the 60 worst are drawn" in text
+    none = missing(samples=1)
+    none_missing = Document(render_page(load_run(write_run(tmp_path / "none", None, none)))).text
+    assert "No tensor went missing in 1 sampled step: elements of each of 3 were sent in every step." in none_missing
+
+
+def test_the_command_writes_to_the_given_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    cli.main(["report", str(run)])
+    assert "<h1>" in (run / "report.html").read_text()
+    assert str(run / "report.html") in capsys.readouterr().out
+    cli.main(["report", str(run), "--output", str(tmp_path / "new" / "page.html")])
+    assert (tmp_path / "new" / "page.html").read_text() == (run / "report.html").read_text()
+
+
+def test_the_command_ends_with_a_message(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="safusion: no overlap.json in .*OverlapProfiler"):
+        cli.main(["report", str(tmp_path)])
+
+
+@pytest.mark.parametrize("library", ["jinja2", "matplotlib"])
+def test_without_a_library_the_extra_is_named(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(SystemExit, match=r"safusion: reports need .* pip install \"lightning-safusion\[plot\]\""):
+        cli.main(["report", str(run)])
+    assert not (run / "report.html").exists()
