@@ -1,18 +1,13 @@
 """The ``safusion`` command, and how a command with subcommands is made of functions.
 
 It stands beside the package, because to import anything of the package imports torch and Lightning, which takes
-seconds: options are read from the sources, and a subcommand is imported when its options are good.
+seconds: the list of subcommands needs none of it, and a subcommand's module is imported when it is named.
 """
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import importlib
-import importlib.util
 import json
-import os
-import runpy
 import sys
 from argparse import SUPPRESS, Action
 from argparse import ArgumentParser as PlainParser
@@ -20,12 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from inspect import Parameter, signature
-from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+import shtab
+from docstring_parser import parse
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 _SHELLS = ("bash", "zsh", "tcsh")
 
@@ -56,6 +50,17 @@ COMMANDS = {
         "Makes a web page of what the callbacks of a run have measured.",
     ),
 }
+
+
+class _Help(DefaultHelpFormatter):
+    """Types as people name them."""
+
+    def _get_type_str(self, action: Action) -> str | None:
+        text: str | None = super()._get_type_str(action)
+        return text and text.replace("<class 'Path'>", "Path").replace("Sequence[", "list[")
+
+
+_Parser: Callable[..., ArgumentParser] = partial(ArgumentParser, formatter_class=_Help)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -91,33 +96,31 @@ def run(
         SystemExit: With 1 and a message if the command failed, with 2 if the arguments are wrong.
     """
     try:
-        make = _parser_class()
         if not args or args[0] not in commands:
-            _about(make(prog=program, description=description, version=release), commands, args, make)
+            _about(_Parser(prog=program, description=description, version=release), commands, args)
             return
-        path = commands[args[0]][0]
-        described = describe(path)
-        parser = make(prog=f"{program} {args[0]}", allow_abbrev=False)
-        add_arguments(parser, described)
+        function = _function(commands[args[0]][0])
+        parser = _Parser(prog=f"{program} {args[0]}", allow_abbrev=False)
+        add_arguments(parser, function)
         try:
-            given = spelled(args[1:], described)
+            given = spelled(args[1:], function)
         except (LookupError, ValueError) as error:
             parser.error(str(error.args[0]))
-        values = parser.parse_args(given).as_dict()
-        module, _, name = path.partition(":")
-        getattr(importlib.import_module(module), name)(**values)
+        function(**parser.parse_args(given).as_dict())
     except (ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
         sys.exit(f"{program}: {error}")
     except KeyboardInterrupt:
         sys.exit(f"{program}: stopped")
 
 
-def _about(
-    parser: ArgumentParser,
-    commands: Mapping[str, tuple[str, str]],
-    args: Sequence[str],
-    make: Callable[..., ArgumentParser],
-) -> None:
+def _function(path: str) -> Callable[..., None]:
+    """The function behind a subcommand, ``MODULE:NAME``."""
+    module, _, name = path.partition(":")
+    function: Callable[..., None] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _about(parser: ArgumentParser, commands: Mapping[str, tuple[str, str]], args: Sequence[str]) -> None:
     """Answers arguments that begin with no subcommand: help, version, completion, or an error."""
     about = "Print what completes the command in a shell, and exit."
     installed = " " not in parser.prog  # shells complete commands, not what `python -m` runs
@@ -130,13 +133,15 @@ def _about(
         print(completion(parser.prog, commands, shell))
         return
     if args and not args[0].startswith("-"):
+        from lightning_safusion.lookup import check_name
+
         try:
-            _lookup("check_name")("subcommand", args[0], commands)
+            check_name("subcommand", args[0], commands)
         except ValueError as error:
             parser.error(str(error))
     subcommands = parser.add_subcommands()
     for name, (_, summary) in commands.items():
-        subcommands.add_subcommand(name, make(), help=summary)
+        subcommands.add_subcommand(name, _Parser(), help=summary)
     parser.parse_args(list(args))
 
 
@@ -147,21 +152,14 @@ def completion(program: str, commands: Mapping[str, tuple[str, str]], shell: str
         program: As it is called.
         commands: As in :data:`COMMANDS`.
         shell: ``"bash"``, ``"zsh"`` or ``"tcsh"``.
-
-    Raises:
-        ModuleNotFoundError: If shtab is missing; names the extra that brings it.
     """
-    try:
-        import shtab
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('completion needs shtab: pip install "lightning-safusion[cli]"') from error
     parser = PlainParser(prog=program)
     subcommands = parser.add_subparsers()
     for name, (path, summary) in commands.items():
         subcommand = subcommands.add_parser(name, help=summary)
-        described = describe(path)
-        hints = get_type_hints(described)
-        for parameter in signature(described).parameters.values():
+        function = _function(path)
+        hints = get_type_hints(function)
+        for parameter in signature(function).parameters.values():
             required = parameter.default is parameter.empty
             option = parameter.name if required else f"--{parameter.name.replace('_', '-')}"
             action = subcommand.add_argument(option)
@@ -172,8 +170,6 @@ def completion(program: str, commands: Mapping[str, tuple[str, str]], shell: str
 
 def add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> None:
     """Gives a parser the description and the arguments of a function, with their types, defaults and texts."""
-    from docstring_parser import parse  # jsonargparse[signatures] brings it
-
     documented = parse(function.__doc__ or "")
     about_all = "\n\n".join(filter(None, (documented.short_description, documented.long_description)))
     parser.description = about_all.replace("``", "")
@@ -185,58 +181,6 @@ def add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> None:
             parser.add_argument(name, **about)
         else:
             parser.add_argument(f"--{name.replace('_', '-')}", default=parameter.default, **about)
-
-
-def describe(path: str) -> Callable[..., Any]:
-    """The function behind a subcommand, without its body: arguments and docstring, read from the source.
-
-    Defaults may name constants of the module, fields of its classes, and keys of its dictionaries.
-
-    Args:
-        path: ``MODULE:NAME``.
-
-    Raises:
-        ModuleNotFoundError: If there is no such package.
-    """
-    module, _, name = path.partition(":")
-    nodes = ast.parse(_source(module).read_text("utf-8")).body
-    (function,) = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
-    function.body, function.returns = function.body[:1], None  # the docstring
-    known: dict[str, Any] = {"Path": Path, "Sequence": Sequence, "os": os} | dict(_constants(nodes))
-    source = f"from __future__ import annotations\n{ast.unparse(function)}"
-    exec(source, known)  # noqa: S102 - a part of our own package
-    described: Callable[..., Any] = known[name]
-    return described
-
-
-def _source(module: str) -> Path:
-    """The file of a module, whose package is not imported."""
-    top, *rest = module.split(".")
-    found = importlib.util.find_spec(top)  # of a package above all others: it is not imported
-    if found is None or not found.submodule_search_locations:
-        raise ModuleNotFoundError(f"there is no package {top}")
-    return Path(found.submodule_search_locations[0], *rest).with_suffix(".py")
-
-
-def _lookup(name: str) -> Callable[..., Any]:
-    """A function of the package's ``lookup``, which needs nothing else of the package."""
-    function: Callable[..., Any] = runpy.run_path(str(_source("lightning_safusion.lookup")))[name]
-    return function
-
-
-def _constants(nodes: Iterable[ast.stmt]) -> Iterable[tuple[str, Any]]:
-    """What a module or a class binds to literals, by name; of dictionaries their keys."""
-    for node in nodes:
-        if isinstance(node, ast.ClassDef):
-            yield node.name, SimpleNamespace(**dict(_constants(node.body)))
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            value = node.value
-            if isinstance(value, ast.Dict):
-                value = ast.List([key for key in value.keys if key is not None])
-            if isinstance(target, ast.Name):
-                with contextlib.suppress(ValueError):
-                    yield target.id, ast.literal_eval(value)
 
 
 def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
@@ -251,6 +195,9 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
         LookupError: If there is no such option, or a value has none before it; suggests what was meant.
         ValueError: If a number or a flag has another value.
     """
+    from lightning_safusion.lookup import suggestion
+    from lightning_safusion.notation import split
+
     hints = get_type_hints(function)
     parameters = signature(function).parameters
     known = [*parameters, "help"]
@@ -271,12 +218,10 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
         name = option[2:].replace("-", "_")
         if name not in known:
             options = [f"--{each.replace('_', '-')}" for each in known]
-            raise LookupError(f"unknown option {option!r}.{_lookup('suggestion')(option, options)}")
+            raise LookupError(f"unknown option {option!r}.{suggestion(option, options)}")
         if not equals and name in flags and (not left or left[0].lower() not in ("true", "false")):
             equals, value = "=", "true"
         if name in several and (equals or left):
-            from lightning_safusion.notation import split  # the subcommand imports the package next
-
             text = value if equals else left.pop(0)
             if not text.startswith("["):
                 place, values = lists.setdefault(name, (len(result), []))
@@ -293,6 +238,8 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
 
 def _check_values(words: Iterable[str], hints: Mapping[str, Any]) -> None:
     """Raises :class:`ValueError` if the value of an option is not a number, or not true or false, as its type says."""
+    from lightning_safusion.lookup import read_value
+
     for word in words:
         option, equals, value = word.partition("=")
         hint = hints.get(option.lstrip("-").replace("-", "_"))
@@ -301,7 +248,7 @@ def _check_values(words: Iterable[str], hints: Mapping[str, Any]) -> None:
             continue
         several = value.startswith("[")
         for text in value.strip("[]").split(",") if several else [value]:
-            _lookup("read_value")(option, text.strip(' "'), hint)
+            read_value(option, text.strip(' "'), hint)
 
 
 def _alone(word: str, parameters: Mapping[str, Parameter]) -> str:
@@ -313,23 +260,6 @@ def _alone(word: str, parameters: Mapping[str, Parameter]) -> str:
         options = ["config"]
     meant = f" Did you mean --{options[0].replace('_', '-')} {word}?" if options else ""
     return f"{word!r} has no option before it.{meant}"
-
-
-def _parser_class() -> Callable[..., ArgumentParser]:
-    try:
-        from jsonargparse import ArgumentParser, DefaultHelpFormatter
-    except ModuleNotFoundError as error:
-        message = 'the command line needs jsonargparse: pip install "lightning-safusion[cli]"'
-        raise ModuleNotFoundError(message) from error
-
-    class Help(DefaultHelpFormatter):
-        """Types as people name them."""
-
-        def _get_type_str(self, action: Action) -> str | None:
-            text: str | None = super()._get_type_str(action)
-            return text and text.replace("<class 'Path'>", "Path").replace("Sequence[", "list[")
-
-    return partial(ArgumentParser, formatter_class=Help)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ OWN = {"lightning_safusion", "safusion_command"}
 BROUGHT = {"triton", "horovod"}
 
 #: Rooms that commands load, and the extras that bring what they import at once.
-LOADED_LATER = {"bench": ("cli",), "demo": ("cli", "examples")}
+LOADED_LATER = {"demo": ("examples",)}
 
 
 @cache
@@ -58,7 +58,7 @@ def test_what_is_imported_is_declared() -> None:
     for path in SOURCES:
         room = path.parent.name
         at_once = _declared().union(BROUGHT, *map(_declared, LOADED_LATER.get(room, ())))
-        when_used = at_once | _declared("cli") | _declared("plot") | _declared("examples")
+        when_used = at_once | _declared("plot") | _declared("examples")
         for name, when_loaded in _imported(path):
             if name not in (at_once if when_loaded else when_used):
                 missing.append(f"{path.relative_to(ROOT)} imports {name}")
@@ -67,4 +67,4 @@ def test_what_is_imported_is_declared() -> None:
 
 def test_what_is_declared_is_imported() -> None:
     imported = {name for path in SOURCES for name, _ in _imported(path)}
-    assert _declared() | _declared("cli") | _declared("plot") <= imported
+    assert _declared() | _declared("plot") <= imported

@@ -87,7 +87,7 @@ def test_all_that_is_no_module_is_shipped() -> None:
     (patterns,) = re.findall(r"^lightning_safusion = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     shipped = {path for pattern in re.findall('"(.*?)"', patterns) for path in PACKAGE.glob(pattern)}
     assert PACKAGE / "py.typed" in shipped
-    templates = set((PACKAGE / "report" / "templates").iterdir())
+    templates = set((PACKAGE / "tools" / "report" / "templates").iterdir())
     assert templates
     assert templates <= shipped
 

@@ -80,7 +80,7 @@ def test_declared_versions_work(version: str, resolution: str, folder: Path) -> 
     python = folder / "environment" / "bin" / "python"
     run("uv", "venv", "--quiet", "--python", called, folder / "environment")
     pip = ["uv", "pip", "install", "--quiet", "--no-cache", "--python", python]
-    extras = ["--extra", "cli", "--extra", "plot"]
+    extras = ["--extra", "plot"]
     run(*pip, "--resolution", resolution, "--requirements", tree / "pyproject.toml", *extras, timeout=1500)
     run(*pip, "--no-deps", wheel)
     run(*pip, *TOOLS)

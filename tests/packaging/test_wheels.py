@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -92,7 +90,7 @@ def test_both_processors_compute_the_same(built: Path, tmp_path: Path) -> None:
 
 
 def test_there_are_install_lines() -> None:
-    assert {"cli", "cli,examples,plot"} <= set(EXTRAS)
+    assert {"examples", "examples,plot"} <= set(EXTRAS)
 
 
 @pytest.mark.parametrize("extras", EXTRAS)
@@ -112,13 +110,8 @@ def test_an_install_line_of_the_documents_works(extras: str, built: Path, tmp_pa
         shutil.copy(ROOT / "examples" / "quickstart.py", tmp_path)
         assert "loss 0.0" in run(python, "quickstart.py", cwd=tmp_path)
     command = python.parent / "safusion"
-    if "cli" in names:
-        assert "saf-pooled" in run(command, "systems", cwd=tmp_path)
-    else:
-        ended = subprocess.run([command, "systems"], capture_output=True, text=True, check=False, env=_clean())
-        assert ended.returncode == 1
-        assert 'pip install "lightning-safusion[cli]"' in ended.stderr
-    if {"cli", "plot", "examples"} <= set(names):
+    assert "saf-pooled" in run(command, "systems", cwd=tmp_path)
+    if {"plot", "examples"} <= set(names):
         run(command, "demo", "--epochs", "1", "--systems", "ddp,saf-pooled", "--output", "out", cwd=tmp_path)
 
 
@@ -130,7 +123,3 @@ def test_the_wheel_without_a_library_trains(built: Path, tmp_path: Path) -> None
     assert run(python, "-c", usable, cwd=tmp_path).strip() == "False"
     shutil.copy(ROOT / "examples" / "quickstart.py", tmp_path)
     assert "loss 0.0" in run(python, "quickstart.py", cwd=tmp_path)
-
-
-def _clean() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -39,7 +39,7 @@ def test_a_planning_module_imports_nothing_of_the_engine(name: str) -> None:
     assert not outside & {"torch", "lightning", "time", "random"}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "simulate").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "tools/plan").glob("*.py")), ids=lambda path: path.name)
 def test_the_simulator_uses_nothing_of_fusion_but_plans_and_settings(path: Path) -> None:
     fusion = {module for module in imported(path) if module.startswith("lightning_safusion.fusion")}
     # settings are values
