@@ -5,22 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_safusion.kernels.cuda.elements import (
-    BAD,
-    EDGES,
-    FLAGS,
-    GRADS,
-    INFINITE,
-    LANES,
-    MOMENTS,
-    QUOTAS,
-    ROWS,
-    load_float,
-    magnitudes,
-    quotient,
-    root,
-    store_float,
-)
+from lightning_safusion.kernels.cuda.elements import BAD, INFINITE, load_float, magnitudes, quotient, root, store_float
+from lightning_safusion.kernels.cuda.rows import EDGES, FLAGS, GRADS, LANES, MOMENTS, QUOTAS, ROWS
 
 
 @triton.jit

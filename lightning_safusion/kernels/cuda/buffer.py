@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_safusion.kernels.cuda import accumulate as accumulating
 from lightning_safusion.kernels.cuda import commit, decode, digits, encode
-from lightning_safusion.kernels.cuda.elements import FRESH, ROOM, SUMS
+from lightning_safusion.kernels.cuda.elements import FRESH
 from lightning_safusion.kernels.cuda.launch import address_of, launch
 from lightning_safusion.kernels.cuda.located import Located, grouped
+from lightning_safusion.kernels.cuda.rows import ROOM, SUMS, AddressRows, BufferRow
 from lightning_safusion.kernels.cuda.tables import ANY_VALUES, FOUR_BITS, KINDS, Message, Runs, Tables
 from lightning_safusion.kernels.cuda.workspace import Constants, Weighing, Workspace
 from lightning_safusion.recent import Recent
@@ -211,13 +212,13 @@ class BufferKernels:
     ) -> Located:
         """Addresses, kinds and epsilons of tensors; of none if keys are not compared in other units."""
         tables, of = self.tables, self.tables.tensors_of
-        table, kinds, own = np.zeros((4, tables.number), np.int64), np.full(tables.number, -1), np.zeros(tables.number)
-        table[0] = np.array(grads, np.int64)[of] + tables.inside * _WIDTHS[tables.kinds]
-        table[2] = self._lanes()
-        table[3] = np.where(tables.kinds > 0, address_of(self._errors) + self._error_places, table[0])
+        kinds, own, places = np.full(tables.number, -1), np.zeros(tables.number), np.zeros(tables.number, np.int64)
         if moments:
             kinds, own, there = (np.array(each)[of] for each in (moment_kinds, epsilons, moments))
-            table[1] = np.where(there != 0, there + tables.inside * _WIDTHS[kinds], 0)
+            places = np.where(there != 0, there + tables.inside * _WIDTHS[kinds], 0)
+        whole = np.array(grads, np.int64)[of] + tables.inside * _WIDTHS[tables.kinds]
+        sums = np.where(tables.kinds > 0, address_of(self._errors) + self._error_places, whole)
+        table = np.stack(AddressRows(grads=whole, moments=places, lanes=self._lanes(), sums=sums))
         return self._told(table, own.astype(np.float32), kinds, bool(moments), flags)
 
     def leave(self, tensors: Sequence[int]) -> None:
@@ -333,12 +334,26 @@ class BufferKernels:
         """Bytes of the headers of all messages."""
         return self.world * (self.tables.heads + 1)
 
-    def parts(self, place: int) -> Iterator[tuple[np.ndarray, list[int]]]:
+    def parts(self, place: int) -> Iterator[tuple[np.ndarray, BufferRow]]:
         """What the end of a window is told of this buffer, whose headers it puts at a place: tiles, and their row."""
-        held = self.sent, self.constants.shape, self.constants.tensors, self.located.addresses, self.memory
-        reported = self.world, len(self.sent), self.tables.heads, place
-        row = [*map(address_of, held), 0, self.tables.number, 0, address_of(self.received), *reported]
-        yield self.tables.tiles, row
+        yield (
+            self.tables.tiles,
+            BufferRow(
+                own_message=address_of(self.sent),
+                own_shapes=address_of(self.constants.shape),
+                own_tensors=address_of(self.constants.tensors),
+                own_addresses=address_of(self.located.addresses),
+                own_memory=address_of(self.memory),
+                owner_sums=0,
+                own_number=self.tables.number,
+                own_header=0,
+                other_headers=address_of(self.received),
+                header_ranks=self.world,
+                header_stride=len(self.sent),
+                header_heads=self.tables.heads,
+                report_place=place,
+            ),
+        )
 
 
 # Bytes of an element by its kind; the last is of no kind.
@@ -387,7 +402,7 @@ class WindowKernels:
             described = device_constant(np.array(rows, np.int64), self._device)
             return described, torch.zeros(places[-1], dtype=torch.uint8, device=self._device)
 
-        described, self.verdicts = self._recent.get(tuple(map(tuple, rows)), told)
+        described, self.verdicts = self._recent.get(tuple(rows), told)
         count, world = self._tiles.shape[1], buffers[0].world
         arrays = self._tiles, described, self._status, self.verdicts
         sizes = self._turn, 1.0 / world, world, count

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_safusion.kernels.cuda import buffer, statistics
 from lightning_safusion.kernels.cuda.buffer import BLOCK, BufferKernels, Weighing
-from lightning_safusion.kernels.cuda.elements import QUOTAS, ROOM, SLOTS
 from lightning_safusion.kernels.cuda.place import place
+from lightning_safusion.kernels.cuda.rows import QUOTAS, ROOM, SLOTS
 from lightning_safusion.kernels.cuda.tables import FOUR_BITS, WIDTH, Tables
 from lightning_safusion.kernels.cuda.workspace import Constants
 from lightning_safusion.sparsify.base import Segments, Selection

@@ -5,37 +5,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_safusion.kernels.cuda.elements import (
+from lightning_safusion.kernels.cuda.elements import load_kind, round_float
+from lightning_safusion.kernels.cuda.entries import PIECE, describe_tile, read_bits, read_entries, read_region
+from lightning_safusion.kernels.cuda.rows import (
     EDGES,
     ELSEWHERE,
+    HEADER_HEADS,
+    HEADER_RANKS,
+    HEADER_STRIDE,
     KINDS,
     LANES,
+    OTHER_HEADERS,
+    OWN_ADDRESSES,
+    OWN_HEADER,
+    OWN_MEMORY,
+    OWN_MESSAGE,
+    OWN_NUMBER,
+    OWN_SHAPES,
+    OWN_TENSORS,
+    OWNER_SUMS,
+    REPORT_PLACE,
     SHAPES,
     SUMS,
-    load_kind,
-    round_float,
-)
-from lightning_safusion.kernels.cuda.entries import (
     TILE_OFFSET,
     TILE_SIZE,
-    describe_tile,
-    read_bits,
-    read_entries,
-    read_region,
+    BufferRow,
+    TileRows,
 )
 
-# Columns of the table of buffers, int64 [B, 13]: addresses of its own messages, of the descriptions of messages,
-# tensors and gradients, of its span of the residual, and of the sums that an owner has from others, or 0; tensors or
-# parts of them; and of the headers that are reported: addresses of this rank's, or 0, and of those of others, how many
-# these are, the bytes from one to the next, the tensors in one, and their place in the report.
-_MESSAGE, _SHAPE, _TENSORS, _ADDRESSES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-_MEMORY, _SUMS, _NUMBER, _OWN = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
-_RECEIVED, _RANKS, _STRIDE, _HEADS = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)
-_PLACE, _COLUMNS = tl.constexpr(12), tl.constexpr(13)
-# Elements of a tile that are in registers at a time.
-_PIECE = tl.constexpr(512)
+_COLUMNS = tl.constexpr(len(BufferRow._fields))
 # The row of the table of tiles behind those of a buffer's own.
-_BUFFER = tl.constexpr(8)
+_BUFFER = tl.constexpr(len(TileRows._fields))
 
 
 @triton.jit
@@ -51,14 +51,14 @@ def _take_lane(
     world: tl.tensor,
 ) -> None:
     """Subtracts what a tile of a dense tensor has sent: what is in its message, or rounded shares of what it holds."""
-    for at in range(0, size, _PIECE):
-        elements = at + tl.arange(0, _PIECE)
+    for at in range(0, size, PIECE):
+        elements = at + tl.arange(0, PIECE)
         inside = elements < size
         old = tl.load(memory + elements, mask=inside, other=0.0)
         sent = old
-        if tl.load(row + _SUMS) == 0:
-            sent = load_kind(tl.load(row + _MESSAGE) + lane, offset + elements, inside, kind)
-        if (tl.load(row + _SUMS) != 0) & (kind != 0):
+        if tl.load(row + OWNER_SUMS) == 0:
+            sent = load_kind(tl.load(row + OWN_MESSAGE) + lane, offset + elements, inside, kind)
+        if (tl.load(row + OWNER_SUMS) != 0) & (kind != 0):
             sent = round_float(old * factor, kind) * world.to(tl.float32)
         tl.store(memory + elements, old - sent, mask=elements < tl.where(good, size, 0))
 
@@ -81,18 +81,18 @@ def _take_out(
     added to the residual. A window that is not good leaves the residual alone, and any window that of a tensor whose
     mean was not delivered.
     """
-    message = tl.load(row + _MESSAGE).to(tl.pointer_type(tl.int32))
-    shape = tl.load(row + _SHAPE).to(tl.pointer_type(tl.int32))
-    tensors = tl.load(row + _TENSORS).to(tl.pointer_type(tl.int32))
-    addresses = tl.load(row + _ADDRESSES).to(tl.pointer_type(tl.int64))
-    number, tensor = tl.load(row + _NUMBER).to(tl.int32), tl.load(tiles + tile)
+    message = tl.load(row + OWN_MESSAGE).to(tl.pointer_type(tl.int32))
+    shape = tl.load(row + OWN_SHAPES).to(tl.pointer_type(tl.int32))
+    tensors = tl.load(row + OWN_TENSORS).to(tl.pointer_type(tl.int32))
+    addresses = tl.load(row + OWN_ADDRESSES).to(tl.pointer_type(tl.int64))
+    number, tensor = tl.load(row + OWN_NUMBER).to(tl.int32), tl.load(tiles + tile)
     offset, size = tl.load(tiles + TILE_OFFSET * count + tile), tl.load(tiles + TILE_SIZE * count + tile)
     first = tl.load(tensors + EDGES * (number + 1) + tensor) + offset
-    memory = tl.load(row + _MEMORY).to(tl.pointer_type(tl.float32)) + first
+    memory = tl.load(row + OWN_MEMORY).to(tl.pointer_type(tl.float32)) + first
     kind = tl.load(tensors + KINDS * (number + 1) + tensor)
     lane = tl.load(addresses + LANES * number + tensor)
     shape += tl.load(tensors + SHAPES * (number + 1) + tensor)
-    shard, means = tl.load(row + _SUMS), tl.load(addresses + SUMS * number + tensor)
+    shard, means = tl.load(row + OWNER_SUMS), tl.load(addresses + SUMS * number + tensor)
     good = good & (means != 0)
     if lane != -1:
         _take_lane(row, lane, offset, size, memory, kind, good, factor, world)
@@ -130,8 +130,8 @@ def _take_out(
 @triton.jit
 def _add(memory: tl.tensor, added: tl.tensor, size: tl.tensor) -> None:
     """Adds float32 numbers to others."""
-    for at in range(0, size, _PIECE):
-        elements = at + tl.arange(0, _PIECE)
+    for at in range(0, size, PIECE):
+        elements = at + tl.arange(0, PIECE)
         old = tl.load(memory + elements, mask=elements < size, other=0.0)
         more = tl.load(added + elements, mask=elements < size, other=0.0)
         tl.store(memory + elements, old + more, mask=elements < size)
@@ -140,9 +140,9 @@ def _add(memory: tl.tensor, added: tl.tensor, size: tl.tensor) -> None:
 @triton.jit
 def _report(row: tl.tensor, verdicts: tl.tensor, WIDE: tl.constexpr) -> None:
     """Copies the headers of a buffer, one behind the other, this rank's last if it is not among the others."""
-    source, own = tl.load(row + _RECEIVED), tl.load(row + _OWN)
-    stride, size = tl.load(row + _STRIDE), tl.load(row + _HEADS).to(tl.int32) + 1
-    target, ranks = verdicts + tl.load(row + _PLACE), tl.load(row + _RANKS).to(tl.int32)
+    source, own = tl.load(row + OTHER_HEADERS), tl.load(row + OWN_HEADER)
+    stride, size = tl.load(row + HEADER_STRIDE), tl.load(row + HEADER_HEADS).to(tl.int32) + 1
+    target, ranks = verdicts + tl.load(row + REPORT_PLACE), tl.load(row + HEADER_RANKS).to(tl.int32)
     for rank in range(ranks + (own != 0).to(tl.int32)):
         header = tl.where(rank < ranks, source, own).to(tl.pointer_type(tl.uint8))
         for at in range(0, size, WIDE):
@@ -175,7 +175,7 @@ def commit(
     if program < count:
         good = tl.load(status + turn) == 0
         row = buffers + _COLUMNS * tl.load(tiles + _BUFFER * count + program)
-        if good | (tl.load(row + _SUMS) != 0):
+        if good | (tl.load(row + OWNER_SUMS) != 0):
             _take_out(tiles, row, program, count, good, factor, world, BITS, VALUES)
     else:
         if program == count:

@@ -13,24 +13,17 @@ import triton.language as tl
 from lightning_safusion.kernels.cuda.elements import (
     BAD,
     DESCRIPTION,
-    EDGES,
     FAILED,
-    FLAGS,
     FRESH,
-    GRADS,
     INFINITE,
-    LANES,
-    SHAPES,
-    SUMS,
     load_float,
     magnitudes,
     quotient,
     store_float,
 )
-from lightning_safusion.kernels.cuda.entries import TILE_OFFSET, TILE_SIZE, add_messages
+from lightning_safusion.kernels.cuda.entries import PIECE, add_messages
+from lightning_safusion.kernels.cuda.rows import EDGES, FLAGS, GRADS, LANES, SHAPES, SUMS, TILE_OFFSET, TILE_SIZE
 
-# Elements of a tile that are in registers at a time.
-_PIECE = tl.constexpr(512)
 # Bits of the status of a window. Any of them, and the device takes nothing of it out of the residual.
 DAMAGED, NOT_FINITE, IRREGULAR = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 
@@ -46,12 +39,12 @@ def _undo(
     KIND: tl.constexpr,
 ) -> None:
     """Takes the elements of a bad gradient that were added out of the residual of a tile."""
-    for at in range(0, size, _PIECE):
-        lanes = at + tl.arange(0, _PIECE)
+    for at in range(0, size, PIECE):
+        lanes = at + tl.arange(0, PIECE)
         g = load_float(grads, offset + lanes, lanes < size, KIND)
         added = (lanes < size) & (magnitudes(g) < INFINITE)
         r = tl.load(memory + lanes, mask=added, other=0.0)
-        tl.store(memory + lanes, quotient(r - g * unscale, tl.zeros([_PIECE], tl.float32) + decay), mask=added)
+        tl.store(memory + lanes, quotient(r - g * unscale, tl.zeros([PIECE], tl.float32) + decay), mask=added)
 
 
 @triton.jit
@@ -206,8 +199,8 @@ def decode(
     bad = _is_bad(mine, headers + flag, header_stride, ranks)
     damaged, largest = tile * 0, tile * 0
     if (lane != -1) & (there != 0):
-        for at in range(0, size, _PIECE):
-            lanes, mean = at + tl.arange(0, _PIECE), tl.zeros([_PIECE], tl.float32)
+        for at in range(0, size, PIECE):
+            lanes, mean = at + tl.arange(0, PIECE), tl.zeros([PIECE], tl.float32)
             if OWNED:
                 mean = load_float((own + lane).to(tl.int64), offset + lanes, lanes < size, KIND)
             else:
@@ -228,8 +221,8 @@ def decode(
         damaged = add_messages(
             message, stride, times, factor, sums, shape, tensors, tiles, tile, number, count, BITS, VALUES
         )
-        for at in range(0, size, _PIECE):
-            lanes = at + tl.arange(0, _PIECE)
+        for at in range(0, size, PIECE):
+            lanes = at + tl.arange(0, PIECE)
             mean = tl.load(sums + lanes, mask=lanes < size, other=0.0)
             most = _deliver(mean, bad, grads, sums, offset, lanes, size, scale, unscale, KIND, KIND == 0)
             largest = tl.maximum(largest, most)

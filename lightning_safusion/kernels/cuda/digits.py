@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from lightning_safusion.kernels.cuda.accumulate import uncounted_digits
-from lightning_safusion.kernels.cuda.elements import DESCRIPTION, HIGH, LISTS, LOW, MAGNITUDE, QUOTAS, ROWS, SPANS
+from lightning_safusion.kernels.cuda.elements import DESCRIPTION, MAGNITUDE
+from lightning_safusion.kernels.cuda.rows import HIGH, LISTS, LOW, QUOTAS, ROWS, SPANS
 
 _COPIES = tl.constexpr(2)  # histograms that are added up together
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from lightning_safusion.kernels.cuda import tables
 from lightning_safusion.kernels.cuda.launch import VERSION
+from lightning_safusion.kernels.cuda.rows import CAPACITY, RANKS, MessageRow
 from lightning_safusion.kernels.fields import NARROW_RANKS, REGION_BITS, Notice, TensorFlag
 
 #: The bits of a float32 without its sign order magnitudes as integers; from the second number on it is not finite.
@@ -22,29 +23,8 @@ INFINITE = tl.constexpr(0x7F800000)
 FRESH, BAD = tl.constexpr(TensorFlag.FRESH.value), tl.constexpr(TensorFlag.BAD.value)
 FAILED = tl.constexpr(Notice.FAILED.value)
 
-#: Rows of the table of tensors, or parts of them, int32 [15, T + 1]: its first element; how many of them are sent; how
-#: many chunks, buckets, regions and parts there are before it; the elements of a part, as a power of two; how many
-#: entries there are before it where every tensor fills its quota; the kind of its gradient, as in :func:`load_float`;
-#: where its message is described; its place in the header; its first element in another memory; histograms of the
-#: first digit, and slots for candidates, before it; whether it has regions.
-EDGES, QUOTAS, SPANS, BUCKETS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-REGIONS, PARTS, PART_BITS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-SLOTS, KINDS, SHAPES, FLAGS = tl.constexpr(7), tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
-ELSEWHERE, ROWS, LISTS, RANKED = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13), tl.constexpr(14)
-
-#: Rows of the table of addresses, int64 [4, T]: of the gradient; of the optimizer's second moment, or 0; of the
-#: tensor's dense lane, in bytes from the beginning of a message, or -1; and of what means are added up in.
-GRADS, MOMENTS, LANES, SUMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-
-#: Places in the description of a message, int32 [16]: most entries; bits of a position in its bucket; regions; parts;
-#: words before the ranks, the high bits, the low bits, the values and the scales; the word behind it; bytes of the
-#: header; words before it; entries that it has; entries and parts of the messages before it; the kind of its
-#: values.
-CAPACITY, LOW_BITS, REGION_COUNT, PART_COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-RANKS, HIGH, LOW, CODES, SCALES = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
-END, HEADER_BYTES, START, ROOM = tl.constexpr(9), tl.constexpr(10), tl.constexpr(11), tl.constexpr(12)
-EARLIER_ENTRIES, EARLIER_PARTS, VALUES_KIND = tl.constexpr(13), tl.constexpr(14), tl.constexpr(15)
-DESCRIPTION = tl.constexpr(16)
+#: Numbers in the description of a message.
+DESCRIPTION = tl.constexpr(len(MessageRow._fields))
 _NARROW_RANKS = tl.constexpr(NARROW_RANKS)
 #: Buckets of a region, as a power of two.
 REGION = tl.constexpr(REGION_BITS)

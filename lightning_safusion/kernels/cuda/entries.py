@@ -9,31 +9,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_safusion.kernels.cuda.elements import (
-    ANY_VALUES,
+from lightning_safusion.kernels.cuda.elements import ANY_VALUES, FOUR_BITS, MAGNITUDE, load_float, load_kind, load_rank
+from lightning_safusion.kernels.cuda.rows import (
     CAPACITY,
     CODES,
-    FOUR_BITS,
     HIGH,
     LOW,
     LOW_BITS,
-    MAGNITUDE,
     PART_BITS,
     PARTS,
     SCALES,
+    TILE_BEGIN,
+    TILE_BUCKET,
+    TILE_BUCKETS,
+    TILE_ELEMENTS,
+    TILE_OFFSET,
+    TILE_REGION,
+    TILE_SIZE,
     VALUES_KIND,
-    load_float,
-    load_kind,
-    load_rank,
 )
 
-# Elements of a tile that are in registers at a time.
-_PIECE = tl.constexpr(512)
-
-# Rows of the table of tiles, int32 [8, n], behind that of tensors: the region, elements of it before the tile, elements
-# of the tile, of the tensor before it, buckets before the region, its buckets, and its elements.
-_REGION, _BEGIN, TILE_SIZE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-TILE_OFFSET, _BUCKET, _BUCKETS, _ELEMENTS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+#: Elements of a tile that are in registers at a time.
+PIECE = tl.constexpr(512)
 
 
 @triton.jit
@@ -41,7 +38,7 @@ def read_region(
     message: tl.tensor, shape: tl.tensor, tiles: tl.tensor, tile: tl.tensor, count: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Entries before the region of a tile and behind it, bits that it has, and whether the ranks are impossible."""
-    region, buckets = tl.load(tiles + _REGION * count + tile), tl.load(tiles + _BUCKETS * count + tile)
+    region, buckets = tl.load(tiles + TILE_REGION * count + tile), tl.load(tiles + TILE_BUCKETS * count + tile)
     before, behind = load_rank(message, shape, region), load_rank(message, shape, region + 1)
     wrong = (before < 0) | (behind < before) | (behind > tl.load(shape + CAPACITY)) | ((region == 0) & (before != 0))
     behind = tl.where(wrong, before, behind)
@@ -60,8 +57,8 @@ def describe_tile(
         region; the first part of the tensor and the bits of a part; bits of a position; words before high bits, low
         bits, values and scales; the first and the last bucket of the tile in the region; the kind of the values.
     """
-    tensor, begin = tl.load(tiles + tile), tl.load(tiles + _BEGIN * count + tile)
-    bucket, elements = tl.load(tiles + _BUCKET * count + tile), tl.load(tiles + _ELEMENTS * count + tile)
+    tensor, begin = tl.load(tiles + tile), tl.load(tiles + TILE_BEGIN * count + tile)
+    bucket, elements = tl.load(tiles + TILE_BUCKET * count + tile), tl.load(tiles + TILE_ELEMENTS * count + tile)
     size, offset = tl.load(tiles + TILE_SIZE * count + tile), tl.load(tiles + TILE_OFFSET * count + tile)
     part = tl.load(tensors + PARTS * (number + 1) + tensor)
     part_bits = tl.load(tensors + PART_BITS * (number + 1) + tensor)
@@ -209,9 +206,9 @@ def add_messages(
         describe_tile(shape, tensors, tiles, tile, number, count)
     )
     damaged, entries_damaged = tile * 0, tl.zeros([BITS], tl.int32)
-    for at in range(0, size, _PIECE):
-        lanes = at + tl.arange(0, _PIECE)
-        tl.store(sums + lanes, tl.zeros([_PIECE], tl.float32), mask=lanes < size)
+    for at in range(0, size, PIECE):
+        lanes = at + tl.arange(0, PIECE)
+        tl.store(sums + lanes, tl.zeros([PIECE], tl.float32), mask=lanes < size)
     tl.debug_barrier()
     for _ in range(times):
         before, behind, length, wrong = read_region(messages, shape, tiles, tile, count)

@@ -13,6 +13,7 @@ from lightning_safusion.kernels.cuda import buffer, decode
 from lightning_safusion.kernels.cuda import reduce as reducing
 from lightning_safusion.kernels.cuda.buffer import BITS, BufferKernels, Packer
 from lightning_safusion.kernels.cuda.located import Located, Reductions, grouped
+from lightning_safusion.kernels.cuda.rows import BufferRow
 from lightning_safusion.kernels.cuda.tables import ShardTables
 from lightning_safusion.kernels.cuda.workspace import Constants, Workspace
 from lightning_safusion.sparsify.selection.view import device_constant
@@ -125,15 +126,37 @@ class OwnerKernels(BufferKernels):
                 VALUES=self.tables.message.values,
             )  # fmt: skip
 
-    def parts(self, place: int) -> Iterator[tuple[np.ndarray, list[int]]]:
+    def parts(self, place: int) -> Iterator[tuple[np.ndarray, BufferRow]]:
         address_of, mail = buffer.address_of, self.mail
-        addresses = self.located.addresses
-        sent = mail.sending, self.constants.shape, self.constants.tensors, addresses, self.memory
-        yield self.tables.tiles, [*map(address_of, sent), 0, self.tables.number, *[0] * 6]
-        owned = mail.delivering, self._second.shape, self._second.tensors, addresses, self.memory, self._sums
-        headers = address_of(self.origin), address_of(mail.arriving)
-        reported = self.world - 1, mail.arriving.shape[1], self.tables.heads, place
-        yield self._taken, [*map(address_of, owned), self.tables.number, *headers, *reported]
+        first = BufferRow(
+            own_message=address_of(mail.sending),
+            own_shapes=address_of(self.constants.shape),
+            own_tensors=address_of(self.constants.tensors),
+            own_addresses=address_of(self.located.addresses),
+            own_memory=address_of(self.memory),
+            owner_sums=0,
+            own_number=self.tables.number,
+            own_header=0,
+            other_headers=0,
+            header_ranks=0,
+            header_stride=0,
+            header_heads=0,
+            report_place=0,
+        )
+        yield self.tables.tiles, first
+        second = first._replace(
+            own_message=address_of(mail.delivering),
+            own_shapes=address_of(self._second.shape),
+            own_tensors=address_of(self._second.tensors),
+            owner_sums=address_of(self._sums),
+            own_header=address_of(self.origin),
+            other_headers=address_of(mail.arriving),
+            header_ranks=self.world - 1,
+            header_stride=mail.arriving.shape[1],
+            header_heads=self.tables.heads,
+            report_place=place,
+        )
+        yield self._taken, second
 
     def leaving(self) -> Tensor:
         """float32 [S], what the end of the last window has taken out of the residual of its shard."""

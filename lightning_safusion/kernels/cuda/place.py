@@ -5,18 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_safusion.kernels.cuda.elements import (
-    BUCKETS,
-    EDGES,
-    HIGH,
-    LOW_BITS,
-    MAGNITUDE,
-    PART_BITS,
-    PARTS,
-    REGION_COUNT,
-    ROOM,
-    store_rank,
-)
+from lightning_safusion.kernels.cuda.elements import MAGNITUDE, store_rank
+from lightning_safusion.kernels.cuda.rows import BUCKETS, EDGES, HIGH, LOW_BITS, PART_BITS, PARTS, REGION_COUNT, ROOM
 
 
 @triton.jit

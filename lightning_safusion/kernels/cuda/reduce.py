@@ -6,11 +6,9 @@ import triton
 import triton.language as tl
 
 from lightning_safusion.kernels.cuda.accumulate import keys_of, own_histogram, uncounted_digits
-from lightning_safusion.kernels.cuda.elements import EDGES, ELSEWHERE, MOMENTS, magnitudes
-from lightning_safusion.kernels.cuda.entries import TILE_OFFSET, TILE_SIZE, add_messages
-
-# Elements of a tile that are in registers at a time.
-_PIECE = tl.constexpr(512)
+from lightning_safusion.kernels.cuda.elements import magnitudes
+from lightning_safusion.kernels.cuda.entries import PIECE, add_messages
+from lightning_safusion.kernels.cuda.rows import EDGES, ELSEWHERE, MOMENTS, TILE_OFFSET, TILE_SIZE
 
 
 @triton.jit(
@@ -71,8 +69,8 @@ def reduce(
     )
     histogram = own_histogram(histogram, tensors, piece, tile, number, digit)
     uncounted = uncounted_digits(limits, piece, digit)
-    for at in range(0, size, _PIECE):
-        lanes = at + tl.arange(0, _PIECE)
+    for at in range(0, size, PIECE):
+        lanes = at + tl.arange(0, PIECE)
         inside = lanes < size
         x = tl.load(memory + lanes, mask=inside, other=0.0) + tl.load(sums + lanes, mask=inside, other=0.0)
         x = tl.where(damaged != 0, float("nan"), x)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_safusion.kernels.cuda.elements import MAGNITUDE, QUOTAS
+from lightning_safusion.kernels.cuda.elements import MAGNITUDE
+from lightning_safusion.kernels.cuda.rows import QUOTAS
 
 
 @triton.jit(do_not_specialize=["number", "count"], do_not_specialize_on_alignment=["x"])

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lightning_safusion.kernels.cuda.rows import PLACES, MessageRow, TensorRows, TileRows
 from lightning_safusion.kernels.fields import REGION_BITS
 
 #: Kinds of gradients and second moments, in the order of their numbers in kernels.
@@ -73,17 +74,33 @@ class Message:
     values: int = FOUR_BITS
 
     def described(self, start: int = 0, room: int = 0, entries: int = 0, parts: int = 0) -> np.ndarray:
-        """int32 [16], as kernels read it.
+        """int32 [16], as kernels read it: :class:`~lightning_safusion.kernels.cuda.rows.MessageRow`.
 
         Args:
             start: Words before the message, where several lie one behind the other.
             room: Entries that it has.
             entries, parts: Entries and parts of the messages before it.
         """
-        regions = 0 if self.runs is None else int(self.runs.regions[-1])
-        fields = [start + field for field in self.fields]
-        numbers = [self.capacity, self.low_bits, regions, self.parts, *fields, start + self.nbytes // 4, self.header]
-        return np.array([*numbers, start, room, entries, parts, self.values], np.int32)
+        ranks, high, low, codes, scales = (start + field for field in self.fields)
+        row = MessageRow(
+            capacity=self.capacity,
+            low_bits=self.low_bits,
+            region_count=0 if self.runs is None else int(self.runs.regions[-1]),
+            part_count=self.parts,
+            ranks=ranks,
+            high=high,
+            low=low,
+            codes=codes,
+            scales=scales,
+            end=start + self.nbytes // 4,
+            header_bytes=self.header,
+            start=start,
+            room=room,
+            earlier_entries=entries,
+            earlier_parts=parts,
+            values_kind=self.values,
+        )
+        return np.array(row, np.int32)
 
 
 class Cut(NamedTuple):
@@ -239,36 +256,45 @@ class Tables:
 
     @cached_property
     def tensors(self) -> np.ndarray:
-        """int32 [15, T + 1], as kernels read it."""
+        """int32 [15, T + 1], as kernels read it: :class:`~lightning_safusion.kernels.cuda.rows.TensorRows`."""
         number, runs = self.number, self.message.runs
-        rows = [self.edges, _padded(self.limited), self.spans]
-        if runs is None:
-            rows += [np.zeros(number + 1, np.int64)] * 4
-            ranked = np.zeros(number, np.int64)
-        else:
-            rows += [runs.buckets, runs.regions, _padded(runs.parts), _padded(runs.part_bits)]
-            ranked = np.diff(runs.regions) if self.cut is None else self.limited
+        none = np.zeros(number, np.int64)
+        own = Runs(_padded(none), _padded(none), none, none) if runs is None else runs
+        ranked = np.diff(own.regions) if self.cut is None or runs is None else self.limited
         slots = np.zeros(number + 1, np.int64)
         for owner in range(len(self.described)):
             mine = np.flatnonzero(self.owners == owner)
             slots[mine] = self.limited[mine].cumsum() - self.limited[mine]
-        elsewhere = np.zeros(number, np.int64) if self.cut is None else self.cut.elsewhere
-        rest = self.kinds, self.owners * self.described.shape[1], self.tensors_of, elsewhere
-        return np.stack([*rows, slots, *map(_padded, rest), self.rows, self.lists, _padded(ranked > 0)]).astype(
-            np.int32
+        rows = TensorRows(
+            edges=self.edges,
+            quotas=_padded(self.limited),
+            spans=self.spans,
+            buckets=own.buckets,
+            regions=own.regions,
+            parts=_padded(own.parts),
+            part_bits=_padded(own.part_bits),
+            slots=slots,
+            kinds=_padded(self.kinds),
+            shapes=_padded(self.owners * self.described.shape[1]),
+            flags=_padded(self.tensors_of),
+            elsewhere=_padded(none if self.cut is None else self.cut.elsewhere),
+            rows=self.rows,
+            lists=self.lists,
+            ranked=_padded(ranked > 0),
         )
+        return np.stack(rows).astype(np.int32)
 
     def of_some(self, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """``tensors``, ``described`` and ``room`` of a window in which only some rows (bool [T]) send something."""
         some = replace(self, quotas=np.where(taken, self.quotas, 0))
         tensors = some.tensors
-        tensors[-1] = self.tensors[-1]  # regions without entries have ranks too
+        ranked = PLACES["ranked"]
+        tensors[ranked] = self.tensors[ranked]  # regions without entries have ranks too
         return tensors, some.described, some.room
 
     @cached_property
     def tiles(self) -> np.ndarray:
-        """int32 [8, n]: tensor, region (-1 for a lane), elements of the region before it, elements, elements of the
-        tensor before it, buckets before the region, its buckets, and its elements."""
+        """int32 [8, n]: see :class:`~lightning_safusion.kernels.cuda.rows.TileRows`."""
         runs, dense = self.message.runs, self.lanes != -1
         messages = (self.message,) if self.cut is None else self.cut.messages
         low_bits = np.array([message.low_bits for message in messages])[self.owners]
@@ -279,16 +305,21 @@ class Tables:
         for tensor in np.flatnonzero(taken & (self.sizes > 0)).tolist():
             size, own, bits, whole = (int(of[tensor]) for of in (self.sizes, length, low_bits, region))
             offset = np.arange(0, size, own)
-            rows = [np.full_like(offset, tensor), np.full_like(offset, -1), offset * 0, np.minimum(own, size - offset)]
-            if dense[tensor] or runs is None:
-                rows += [offset, offset * 0, offset * 0, offset * 0]
-            else:
+            zeros = offset * 0
+            elements = np.minimum(own, size - offset)
+            rows = TileRows(zeros + tensor, zeros - 1, zeros, elements, offset, zeros, zeros, zeros)
+            if runs is not None and not dense[tensor]:
                 inside = offset // whole
                 elements = np.minimum(whole, size - inside * whole)
-                rows[1], rows[2] = runs.regions[tensor] + inside, offset - inside * whole
-                rows += [offset, runs.buckets[tensor] + (inside << REGION_BITS), -(-elements >> bits), elements]
+                rows = rows._replace(
+                    tile_region=runs.regions[tensor] + inside,
+                    tile_begin=offset - inside * whole,
+                    tile_bucket=runs.buckets[tensor] + (inside << REGION_BITS),
+                    tile_buckets=-(-elements >> bits),
+                    tile_elements=elements,
+                )
             parts.append(np.stack(rows))
-        return np.concatenate([np.zeros((8, 0), np.int64), *parts], axis=1).astype(np.int32)
+        return np.concatenate([np.zeros((len(TileRows._fields), 0), np.int64), *parts], axis=1).astype(np.int32)
 
     def tiles_of(self, kind: int) -> np.ndarray:
         """int32 [8, m], the tiles of the tensors with gradients of one kind."""
