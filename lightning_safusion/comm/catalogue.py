@@ -92,8 +92,8 @@ class Collective:
 
     @property
     def few_bits(self) -> bool:
-        """See :attr:`Exchange.few_bits`."""
-        return self.exchange.few_bits and self.choice != "allreduce"
+        """See :class:`Ability`."""
+        return self.exchange.ability.few_bits and self.choice != "allreduce"
 
     @property
     def stream_ordered(self) -> bool:
@@ -102,18 +102,18 @@ class Collective:
 
     @property
     def selects_itself(self) -> bool:
-        """See :attr:`Exchange.selects_itself`."""
-        return self.exchange.selects_itself
+        """See :class:`Ability`."""
+        return self.exchange.ability.selects_itself
 
     @property
     def conserves(self) -> bool:
-        """See :attr:`Exchange.conserves`."""
-        return self.exchange.conserves
+        """See :class:`Ability`."""
+        return self.exchange.ability.conserves
 
     @property
     def several(self) -> bool:
         """It has work on more than one communicator at once."""
-        return self.dense_lane or self.levels or self.exchange.phases
+        return self.dense_lane or self.levels or self.exchange.ability.phases
 
     def connect(self, main: Transport, node: Hashable = None, own: bool = False) -> Communicators:
         """Opens the communicators it needs, from that of all ranks. Collective.
@@ -125,7 +125,9 @@ class Collective:
         """
         nodes = NodeTransports.make(main, node) if self.levels else None
         buffers = main.subgroup() if own else main
-        return Communicators(buffers, main.subgroup() if self.dense_lane or self.exchange.phases else buffers, nodes)
+        return Communicators(
+            buffers, main.subgroup() if self.dense_lane or self.exchange.ability.phases else buffers, nodes
+        )
 
 
 def _allgather(buffer: SparseBuffer, over: Communicators) -> Exchange:

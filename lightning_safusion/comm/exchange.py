@@ -145,8 +145,36 @@ def all_finite(tensor: Tensor) -> bool:
     return math.isfinite(tensor.sum(dtype=torch.float32).item()) or bool(torch.isfinite(tensor).all())
 
 
+@dataclass(frozen=True)
+class Ability:
+    """What a collective can do, and what it needs.
+
+    Args:
+        conserves: The results of :meth:`Exchange.sent` on all ranks add up to the delivered sum, so that nothing of a
+            gradient is lost.
+        few_bits: Messages arrive as their sender wrote them, so that it can keep the error of rounding to a few bits.
+        selects_itself: It selects from sums that only it sees: a selection from one rank's part would be thrown away.
+        cuts_tensors: It cuts tensors into parts with quotas of their own: :attr:`Exchange.segments`, unless it selects
+            itself.
+        phases: :meth:`Exchange.advance` launches later phases, as soon as they can be, on a communicator of their own.
+        begins_early: It has a part that needs no selection: :meth:`Exchange.begin` is called before it.
+        uses_scratch: :meth:`Exchange.decode` builds its result in the scratch; otherwise that may be empty.
+    """
+
+    conserves: bool = True
+    few_bits: bool = False
+    selects_itself: bool = False
+    cuts_tensors: bool = False
+    phases: bool = False
+    begins_early: bool = False
+    uses_scratch: bool = True
+
+
 class Exchange(ABC):
-    """Sends one span's content to all ranks and gives back the mean. Buffers persist from step to step.
+    """Sends what each rank has selected of one span to all ranks, and gives back the mean, the same bits on all.
+
+    A collective implements :meth:`encode`, :meth:`start`, :meth:`verdict`, :meth:`decode` and :meth:`sent_dense`, and
+    gives :meth:`sent` what it has sent; every other method has a default. Buffers persist from step to step.
 
     Args:
         spec: Shape of the exchange.
@@ -160,22 +188,9 @@ class Exchange(ABC):
         bytes_received: Bytes that it received from others, dense pieces by the closed form of the collective.
     """
 
-    #: The results of :meth:`sent` on all ranks add up to the delivered sum, so that nothing of a gradient is lost.
-    conserves: ClassVar[bool] = True
-    #: Messages arrive as their sender wrote them, so that it can keep the error of rounding to a few bits.
-    few_bits: ClassVar[bool] = False
-    #: It selects from sums that only it sees: a selection from one rank's part would be thrown away.
-    selects_itself: ClassVar[bool] = False
-    #: It cuts tensors into parts with quotas of their own: :attr:`segments`, unless it :attr:`selects_itself`.
-    cuts_tensors: ClassVar[bool] = False
+    ability: ClassVar[Ability] = Ability()
     #: Share of a quota that a worker sends of what it has selected itself.
     scattered: ClassVar[float] = 1.0
-    #: :meth:`advance` launches later phases, as soon as they can be, on a communicator of their own.
-    phases: ClassVar[bool] = False
-    #: It has a part that needs no selection: :meth:`begin` is called before it.
-    begins_early: ClassVar[bool] = False
-    #: :meth:`decode` builds its result in the scratch; otherwise that may be empty.
-    uses_scratch: ClassVar[bool] = True
 
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
         self.spec = spec
@@ -295,7 +310,7 @@ class Exchange(ABC):
         return self._sent
 
     def chosen(self) -> Tensor:
-        """int64 [K], ascending: where elements were sent, of a collective that :attr:`selects_itself`."""
+        """int64 [K], ascending: where elements were sent, of a collective that :attr:`Ability.selects_itself`."""
         return self.sent()[0]
 
     def sent_message(self) -> native.Message | None:

@@ -75,7 +75,7 @@ class Buffer:
     @cached_property
     def foresight(self) -> Foresight | None:
         """Finds elements while gradients are added; None where nothing is selected from what is in host memory."""
-        if self.history is None or self.exchange.selects_itself or self.device.type != "cpu":
+        if self.history is None or self.exchange.ability.selects_itself or self.device.type != "cpu":
             return None
         return Foresight(self.history, self.edges)
 
@@ -103,7 +103,7 @@ class Buffer:
             units: Elements are compared in these; None: as they are.
         """
         history, x = self.history, self.span
-        if history is None or self.exchange.selects_itself:
+        if history is None or self.exchange.ability.selects_itself:
             return None
         if absent and self.fused:
             x = x.clone()
@@ -131,7 +131,7 @@ class Buffer:
         def cut() -> History:
             skip = np.zeros(len(self.sizes), bool)
             skip[[*absent, *early]] = True
-            if self.exchange.cuts_tensors:
+            if self.exchange.ability.cuts_tensors:
                 starts = history.segments.edges[:-1]
                 # an empty tensor at the end begins where no tensor does
                 skip = skip[np.minimum(np.searchsorted(self.edges, starts, side="right"), len(skip)) - 1]

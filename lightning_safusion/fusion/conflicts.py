@@ -113,7 +113,7 @@ UPDATES = Conflict(
     (_NO_OFFLOAD, _AS_SENT),
 )
 SHARDS = Conflict(
-    _collective(lambda row: row.exchange.cuts_tensors),
+    _collective(lambda row: row.exchange.ability.cuts_tensors),
     "gives every worker's part of a tensor a number of entries of its own, and the owners of parts read positions as "
     f"{EliasFanoCodec.layout!r} writes them",
     (

@@ -76,11 +76,11 @@ class DeviceDrain:
     def launched(self, shipment: Shipment) -> None:
         """Queues everything that follows the exchange of a shipment: decoding, judging, writing the gradients."""
         self._queued.append(shipment)
-        if shipment.buffer.exchange.phases:
+        if shipment.buffer.exchange.ability.phases:
             with self._phases.fork():
                 shipment.advance(wait=True)
         with self._arrivals.fork():
-            if shipment.buffer.exchange.phases:
+            if shipment.buffer.exchange.ability.phases:
                 self._phases.join()  # what makes the headers, where no later collective is waited for
             shipment.wait()
             shipment.finished = shipment.arrived

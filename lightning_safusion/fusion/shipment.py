@@ -122,7 +122,7 @@ class Shipment:
         if added is None:
             return False
         self.flags = marked(buffer.all_fresh, added.left_out) if added.left_out else buffer.all_fresh
-        if buffer.exchange.begins_early:
+        if buffer.exchange.ability.begins_early:
             buffer.exchange.begin(buffer.span, Part(None, self.flags))
         compared, write = (buffer.span, None) if units is None else (units.keys, partial(units.weigh, buffer.span))
         with foresight.known(compared, added.found, write if selector.lazy else None) as survey:
@@ -142,7 +142,7 @@ class Shipment:
             present = [i for i in np.flatnonzero(taken).tolist() if i not in early]
             flags = compensate(buffer, [grads[i] for i in present], present, flags, window.scale)
         self.flags = flags
-        if buffer.exchange.begins_early:
+        if buffer.exchange.ability.begins_early:
             buffer.exchange.begin(buffer.span, Part(None, flags, self.absent))
         self.selection = buffer.select(selector, window.step, self.absent, early, self.units)
 
@@ -157,8 +157,8 @@ class Shipment:
                     # on the host the message holds the rest; a device would be waited for
                     on_host = self.buffer.device.type == "cpu"
                     self._packed = self._counts(_chosen(self.selection)) if on_host else self.selection
-                self.sparse = self.selection is not None or self.buffer.exchange.selects_itself
-                self._held = self.units if self.buffer.exchange.phases else None
+                self.sparse = self.selection is not None or self.buffer.exchange.ability.selects_itself
+                self._held = self.units if self.buffer.exchange.ability.phases else None
                 self.selection, self.units, self.stage = None, None, Stage.PACKED
                 return
             except Exception as error:
@@ -172,7 +172,7 @@ class Shipment:
         flags = torch.zeros(len(self.absent), dtype=torch.uint8, device=buffer.device)
         nothing = torch.zeros(buffer.stop - buffer.start, dtype=torch.float32, device=buffer.device)
         buffer.exchange.encode(nothing, Part(None, flags, self.absent, notices | int(Notice.FAILED)))
-        self.sparse, self.stage = buffer.exchange.selects_itself, Stage.PACKED
+        self.sparse, self.stage = buffer.exchange.ability.selects_itself, Stage.PACKED
 
     def launch(self) -> None:
         """Starts the collective.
@@ -351,7 +351,7 @@ class Shipment:
             counts += self._counts(_chosen(self._packed))
         elif self._packed is not None:
             counts += self._packed
-        elif buffer.exchange.selects_itself:
+        elif buffer.exchange.ability.selects_itself:
             counts += self._counts(buffer.exchange.chosen())
         counts[self.absent] = 0
         return counts

@@ -220,7 +220,7 @@ class Scratch:
 
     def of(self, buffer: Buffer) -> Tensor:
         """float32 [N], or empty if the buffer needs none; zero again after :meth:`Exchange.release`."""
-        numel = buffer.stop - buffer.start if buffer.exchange.uses_scratch else 0
+        numel = buffer.stop - buffer.start if buffer.exchange.ability.uses_scratch else 0
         if len(self._memory) < numel:
             self._memory = torch.zeros(numel, dtype=torch.float32, device=self._memory.device)
         return self._memory[:numel]

@@ -78,7 +78,7 @@ def test_ranks_get_the_same_bits_and_nothing_is_lost(name: str, world_size: int)
             assert same(results)
             assert all(result.finite for result in results)
             assert results[0].verdict.fresh.tolist() == [world_size]
-            if workers.exchanges[0].conserves:
+            if workers.exchanges[0].ability.conserves:
                 assert conserved(results)
             if step == 0:
                 assert bool(results[0].mean.any()) is (numel > 0)
@@ -198,7 +198,7 @@ def test_zeros_and_equals(build: Build) -> None:
     for xs in ([torch.zeros(100)] * 5, [torch.ones(100)] * 5, [torch.full((100,), -2.0)] * 5, gradients(5, 100)):
         results = workers.step(xs)
         assert same(results)
-        assert conserved(results) or not workers.exchanges[0].conserves
+        assert conserved(results) or not workers.exchanges[0].ability.conserves
     assert results[0].mean.any()
 
 
@@ -212,7 +212,7 @@ def test_every_rank_sees_a_sum_that_is_not_finite(build: Build, bad: float) -> N
             xs[step // 2][17] = bad
         results = workers.step(xs)
         assert [result.finite for result in results] == [step not in (0, 2)] * 3
-        if results[0].finite and workers.exchanges[0].conserves:
+        if results[0].finite and workers.exchanges[0].ability.conserves:
             assert conserved(results)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.catalogue import COLLECTIVES, Collective, Communicators, SparseBuffer
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
+from lightning_safusion.comm.exchange import Ability
 from tests.cluster import settings
 from tests.contributing.jobs import exchanged
 
@@ -17,7 +18,7 @@ from tests.contributing.jobs import exchanged
 class Reversed(SparseAllGather):
     """Adds the messages of the ranks from the last to the first."""
 
-    few_bits = False
+    ability = Ability(few_bits=False)
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
         return None

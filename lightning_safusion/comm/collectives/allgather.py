@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import (
+    Ability,
     Notice,
     Part,
     SpanSpec,
@@ -39,7 +40,7 @@ class SparseAllGather(StreamOrderedExchange):
         codec: Wire format of the selection; None if the whole span is dense.
     """
 
-    few_bits = True
+    ability = Ability(few_bits=True)
     #: Formats that compiled kernels cannot read are decoded for them: this many entries of all ranks at a time, since
     #: decoded entries take several times the bytes of messages,
     decoded_together: ClassVar[int] = 1 << 19

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import (
+    Ability,
     Notice,
     Part,
     SpanSpec,
@@ -37,7 +38,7 @@ class DenseAllReduce(StreamOrderedExchange):
             lost, as with DDP's fp16 hook, and as that of 16-bit gradients always is.
     """
 
-    uses_scratch = False
+    ability = Ability(uses_scratch=False)
 
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, half: bool = False) -> None:
         super().__init__(spec, transport, device)

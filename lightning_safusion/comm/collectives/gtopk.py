@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from lightning_safusion.comm.collectives.multiphase import (
     encoded,
     message_sizes,
 )
-from lightning_safusion.comm.exchange import Part, SpanSpec
+from lightning_safusion.comm.exchange import Ability, Part, SpanSpec
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 
@@ -44,7 +42,7 @@ class GTopKExchange(MultiPhaseExchange):
         codec: Wire format of a list; None if the whole span is dense.
     """
 
-    conserves: ClassVar[bool] = False
+    ability = Ability(conserves=False)
 
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, codec: Codec | None) -> None:
         super().__init__(spec, transport, device)

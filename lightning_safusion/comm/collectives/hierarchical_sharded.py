@@ -9,7 +9,7 @@ from lightning_safusion.comm.collectives.multiphase import Entries, summed
 from lightning_safusion.comm.collectives.nodes import NodeExchange, NodeTransports, ShardResult
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.collectives.shards import Formats
-from lightning_safusion.comm.exchange import Part, SpanSpec, TensorFlag
+from lightning_safusion.comm.exchange import Ability, Part, SpanSpec, TensorFlag
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.selection.survey import History
 from lightning_safusion.sparsify.selection.units import SpanUnits
@@ -43,7 +43,7 @@ class HierarchicalShardedExchange(NodeExchange):
     _rail: ShardedExchange
     _history: History
 
-    cuts_tensors = True
+    ability = Ability(selects_itself=True, few_bits=True, cuts_tensors=True)
     scattered = ShardedExchange.scattered
 
     def __init__(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce, lane_spec
-from lightning_safusion.comm.exchange import Part, SpanSpec
+from lightning_safusion.comm.exchange import Ability, Part, SpanSpec
 from lightning_safusion.comm.transport.interface import JoinedWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.sparsify.selection.view import device_constant
@@ -34,7 +34,7 @@ class HybridExchange(SparseAllGather):
         codec: Wire format of the selection.
     """
 
-    begins_early = True
+    ability = Ability(few_bits=True, begins_early=True)
 
     def __init__(
         self, spec: SpanSpec, gather: Transport, reduce: Transport, device: torch.device, codec: Codec

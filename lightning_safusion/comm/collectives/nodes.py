@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined
-from lightning_safusion.comm.exchange import Part, SpanSpec, padded, saturated
+from lightning_safusion.comm.exchange import Ability, Part, SpanSpec, padded, saturated
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
@@ -108,8 +108,7 @@ class NodeExchange(MultiPhaseExchange):
         segments: The cut of the span and the quotas; None is one segment.
     """
 
-    selects_itself = True
-    few_bits = True
+    ability = Ability(selects_itself=True, few_bits=True)
 
     #: Bytes that each of the ``w`` workers of a node gives to the others in the end; subclasses say.
     _message_sizes: Sequence[int]

@@ -14,6 +14,7 @@ from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseEx
 from lightning_safusion.comm.collectives.shards import Formats, Pieces, Receiver, Shard
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.exchange import (
+    Ability,
     Notice,
     Part,
     SpanSpec,
@@ -58,9 +59,7 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         segments: The cut of the span and the quotas; None if no element is selected.
     """
 
-    few_bits = True
-    cuts_tensors = True
-    phases = True
+    ability = Ability(few_bits=True, cuts_tensors=True, phases=True)
     scattered = 0.5
     #: Entries that owners deliver, for each of the quota.
     gathered = 3.5

@@ -95,8 +95,8 @@ def _engine_schedule(settings: EngineSettings, job: Job) -> Schedule:
         if part in _SPECIAL:
             return _SPECIAL[part](job)
     if collective.levels:
-        return _hierarchical(job, policy, owners=collective.exchange.cuts_tensors)
-    if sparse and collective.exchange.cuts_tensors:
+        return _hierarchical(job, policy, owners=collective.exchange.ability.cuts_tensors)
+    if sparse and collective.exchange.ability.cuts_tensors:
         return _sharded(job, policy, dense)
     plan = policy.plan(job.group_costs(sparse=sparse, dense=dense))
     return job.schedule(plan, behind=settings.scope == "group")
