@@ -36,9 +36,9 @@ BORDER = 100  # for the interpreter and for NumPy: with the true one a message t
 def low_border(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if DEVICE.type != "cpu":
         pytest.skip("a lower border")
-    assert elements._FEW_ENTRIES.value == elias_fano._NARROW == 1 << 16
-    monkeypatch.setattr(elements, "_FEW_ENTRIES", tl.constexpr(BORDER))
-    monkeypatch.setattr(elias_fano, "_NARROW", BORDER)
+    assert elements._NARROW_RANKS.value == elias_fano.NARROW_RANKS == 1 << 16
+    monkeypatch.setattr(elements, "_NARROW_RANKS", tl.constexpr(BORDER))
+    monkeypatch.setattr(elias_fano, "NARROW_RANKS", BORDER)
     with native.unused():
         yield
 
