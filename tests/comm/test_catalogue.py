@@ -45,8 +45,8 @@ def test_what_each_format_of_values_is(wire: str, name: str, width: int, few_bit
     values = value_format(wire)
     assert (values.name, values.width, values.few_bits) == (name, width, few_bits)
     assert value_format("auto", torch.bfloat16).name == "bf16"
-    with pytest.raises(ValueError, match="unknown wire format 'dense-q4'"):
-        value_format("dense-q4")
+    with pytest.raises(ValueError, match="unknown wire format 'list-q4'"):
+        value_format("list-q4")
 
 
 @pytest.mark.parametrize(
