@@ -116,9 +116,9 @@ def pushed(tensors: int, width: int, steps: int) -> tuple[float, int]:
                 engine.push(index, grads[index])
             times.append(time.process_time() - begin)
             engine.drain()
-    if engine.report is None or not all(isinstance(each, FusedShipment) for each in engine.report._shipments):
+    if engine.record is None or not all(isinstance(each, FusedShipment) for each in engine.record._shipments):
         raise RuntimeError("kernels do not serve these buffers")
-    return statistics.median(times[steps // 2 :]) / tensors, len(engine.report._shipments)
+    return statistics.median(times[steps // 2 :]) / tensors, len(engine.record._shipments)
 
 
 def hook(

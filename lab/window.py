@@ -1,6 +1,6 @@
 """What one steady window of the default passes through: modules, functions and Python calls.
 
-    $ python -m lab window --verbose
+    $ python -m lab window --optimizer adamw --verbose
 
 Two workers on the CPU train a chain of layers; in one step, from the loss to the final gradients, every call of a
 Python function of this package is counted on the first of them.
@@ -37,10 +37,12 @@ class Chain(LightningModule):
     Args:
         layers: How many.
         width: Their width.
+        optimizer: ``"sgd"`` or ``"adamw"``.
     """
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, optimizer: str) -> None:
         super().__init__()
+        self.optimizer = optimizer
         torch.manual_seed(0)
         self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
@@ -49,7 +51,9 @@ class Chain(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.01)
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), 0.01)
+        return torch.optim.AdamW(self.parameters(), 0.001)
 
 
 class CallCounter(Callback):
@@ -76,7 +80,7 @@ class CallCounter(Callback):
             self.calls[code.co_filename.split(_PACKAGE)[-1], getattr(code, "co_qualname", code.co_name)] += 1
 
 
-def _work(layers: int, buffers: int, step: int, rank: int, pipe: Connection) -> None:
+def _work(layers: int, buffers: int, step: int, optimizer: str, rank: int, pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     counter = CallCounter(step)
@@ -84,22 +88,29 @@ def _work(layers: int, buffers: int, step: int, rank: int, pipe: Connection) -> 
     strategy = SAFusionStrategy(fusion=fusion, collective="allgather", process_group_backend="gloo")
     trainer = make_trainer(2, strategy, [counter], max_steps=step + 2)
     data = TensorDataset(torch.randn(32 * (step + 2), 256, generator=torch.Generator().manual_seed(1)))
-    trainer.fit(Chain(layers, 256), DataLoader(data, 16, sampler=DistributedSampler(data, 2, rank)))
+    trainer.fit(Chain(layers, 256, optimizer), DataLoader(data, 16, sampler=DistributedSampler(data, 2, rank)))
     if rank == 0:
         pipe.send(counter.calls)
 
 
-def window(layers: int = 3, buffers: int = 3, step: int = 40, verbose: bool = False) -> None:
+def steady_window(optimizer: str, layers: int = 3, buffers: int = 3, step: int = 150) -> Calls:
+    """Calls by module and function, in one window after the first steps of the density schedule."""
+    calls: Calls
+    (calls,) = run_workers(Place(2), partial(_work, layers, buffers, step, optimizer))
+    return calls
+
+
+def window(optimizer: str = "sgd", layers: int = 3, buffers: int = 3, step: int = 150, verbose: bool = False) -> None:
     """Counts what one steady window of the default passes through.
 
     Args:
+        optimizer: ``"sgd"`` or ``"adamw"``.
         layers: Layers of the model, two tensors each.
         buffers: Buffers that these share.
         step: Step that is counted.
         verbose: Also show every function.
     """
-    calls: Calls
-    (calls,) = run_workers(Place(2), partial(_work, layers, buffers, step))
+    calls = steady_window(optimizer, layers, buffers, step)
     modules: Counter[str] = Counter()
     for (module, _), count in calls.items():
         modules[module] += count

@@ -707,7 +707,7 @@ class SAFusionStrategy(DDPStrategy):
     @property
     def record(self) -> WindowRecord | None:
         """What the latest window of this rank did; None with plain DDP and before the first."""
-        return None if self.controller is None else self.controller.report
+        return None if self.controller is None else self.controller.record
 
     @cached_property
     def clock(self) -> Clock:

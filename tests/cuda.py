@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_safusion.comm.transport.interface import FinishedWork, Work, check_sizes
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
-from lightning_safusion.fusion.device_drain import DeviceDrain
-from lightning_safusion.fusion.drain import Drain
+from lightning_safusion.fusion.ending.device import DeviceEnding
+from lightning_safusion.fusion.ending.host import HostEnding
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.kernels import cuda as kernels
 
@@ -191,8 +191,8 @@ class Event:
 def read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an engine reads one window later, or once for every new plan, does not exist on fake tensors."""
     monkeypatch.setattr(Planner, "verify", lambda *_: None)
-    monkeypatch.setattr(DeviceDrain, "read", lambda _: None)
-    monkeypatch.setattr(Drain, "read", lambda _: 0)
+    monkeypatch.setattr(DeviceEnding, "read", lambda _: None)
+    monkeypatch.setattr(HostEnding, "read", lambda _: None)
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from lightning_safusion import SAFusionStrategy, Selective
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.comm.wire.formats import resolve_codec
-from lightning_safusion.fusion import offload
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
+from lightning_safusion.fusion.launching import offloaded
 from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.sparsify.base import Segments, Selection
@@ -97,7 +97,7 @@ def test_nccl_streams_give_the_numbers_of_the_cpu(tmp_path: Path, compressor: st
 def test_two_lanes_and_selection_on_the_host_give_them_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offloads: bool
 ) -> None:
-    monkeypatch.setattr(offload, "NOMINAL_HOST", LinearCost(0.0, 0.0))  # the host takes all that it may
+    monkeypatch.setattr(offloaded, "NOMINAL_HOST", LinearCost(0.0, 0.0))  # the host takes all that it may
     options: dict[str, Any] = {"fusion": Selective(2), "collective": "hybrid"}
     on_gpu = over(0, "nccl", 1, str(tmp_path), offload=offloads, **options)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/cpu", rank=0, world_size=1)

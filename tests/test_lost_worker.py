@@ -19,7 +19,7 @@ import torch
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.transport.interface import WorkerLostError, during
-from lightning_safusion.fusion.space import GradientSpace
+from lightning_safusion.fusion.shares import Shares
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
@@ -76,12 +76,7 @@ def test_other_errors_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("options", "owner", "method", "place"),
     [
-        (
-            {"collective": "allgather", "quota": "shared"},
-            GradientSpace,
-            "review_shares",
-            "review of shared quotas after",
-        ),
+        ({"collective": "allgather", "quota": "shared"}, Shares, "review", "review of shared quotas after"),
         ({"collective": "sharded"}, ShardedExchange, "_pack", "exchange of the buffer with .* failed in step|during"),
         ({}, TinyClassifier, "training_step", "during|failed in step"),
         ({"system": "ddp"}, TinyClassifier, "training_step", "during"),

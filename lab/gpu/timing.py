@@ -282,15 +282,15 @@ def windows(setting: Setting) -> Iterator[Figure]:
 
 
 def _events(job: Job) -> WindowEvents:
-    assert job.engine.report is not None
-    return job.engine.report.events
+    assert job.engine.record is not None
+    return job.engine.record.events
 
 
 def _memory(place: Device, job: Job, before: int, by: str) -> Iterator[Figure]:
     """Bytes that stay, and those that a window needs besides."""
     place.wait()
-    assert job.engine.report is not None
-    messages = (1 + job.engine.transport.world_size) * job.engine.report.bytes_sent
+    assert job.engine.record is not None
+    messages = (1 + job.engine.transport.world_size) * job.engine.record.bytes_sent
     inputs = 8 * job.numel  # gradients and second moments
     kept = (place.allocated() - before - inputs - messages) / job.numel if place.cuda else 0.0
     yield Figure(f"persistent memory, {by}", kept, "bytes per element", most=9.0, note="and messages")
@@ -320,8 +320,8 @@ def spent(place: Device, job: Job, windows: int) -> tuple[Spent, Spent]:
         middle = perf_counter()
         job.engine.drain()
         last, end = perf_counter(), place.moment()
-        assert job.engine.report is not None
-        each = recorded if job.engine.report.surveyed else usual
+        assert job.engine.record is not None
+        each = recorded if job.engine.record.surveyed else usual
         each.device.append(place.seconds(begin, end))
         each.hook.append((middle - first) / len(job.specs))
         each.end.append(last - middle)

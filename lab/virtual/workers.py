@@ -14,15 +14,16 @@ from torch.optim import Optimizer
 
 from lab.virtual.transport import local_transports
 from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
+from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.build import JobTraits, build_engine
-from lightning_safusion.fusion.device_drain import DeviceDrain
+from lightning_safusion.fusion.ending.base import Outcome
+from lightning_safusion.fusion.ending.device import DeviceEnding
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.fused import FusedPath
 from lightning_safusion.fusion.lanes import Lane
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.fusion.shipment import Shipment
-from lightning_safusion.fusion.window import Window
 from lightning_safusion.integration.optimizer import MomentumSwitch, fit_to_optimizers, suited
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
 
@@ -97,7 +98,7 @@ class Rounded(Averager):
         return means
 
 
-class _LateDrain(DeviceDrain):
+class _LateEnding(DeviceEnding):
     """Decodes at the end of a window, when all workers have sent: one thread serves all of them, on one stream.
 
     Args:
@@ -113,11 +114,11 @@ class _LateDrain(DeviceDrain):
     def launched(self, shipment: Shipment) -> None:
         self._late.append(shipment)
 
-    def run(self, window: Window, shipments: Sequence[Shipment]) -> tuple[bool, int]:
+    def run(self, backward: BackwardPass, shipments: Sequence[Shipment], notices: int) -> Outcome:
         late, self._late = self._late, []
         for shipment in late:
             super().launched(shipment)
-        return super().run(window, shipments)
+        return super().run(backward, shipments, notices)
 
 
 class Engines(Averager):
@@ -165,7 +166,7 @@ class Engines(Averager):
             )
         )
         for engine in self.controllers if deferred else ():
-            engine._lane, engine._device_drain = Lane(_CPU), _LateDrain(device, engine.fused)
+            engine.launching.lane, engine._endings[-1] = Lane(_CPU), _LateEnding(device, engine.fused)
 
     def average(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         ranks, first = range(len(gradients)), self.controllers[0]
@@ -182,7 +183,7 @@ class Engines(Averager):
         if self._steps % _COMPARED_EVERY == 0:
             self._compare(gradients)
         self._steps += 1
-        if (report := self.controllers[0].report) is not None:
+        if (report := self.controllers[0].record) is not None:
             self.bytes_sent = report.bytes_sent
         return gradients[0]
 
@@ -225,13 +226,13 @@ class Engines(Averager):
         first = self.controllers[0]
 
         def carried(param: Tensor) -> bool:
-            return first.report is not None and index[id(param)] in first.report.selected_from
+            return first.record is not None and index[id(param)] in first.record.selected_from
 
         self._switches, _, _ = fit_to_optimizers(self.controllers, self._settings, optimizers, params, carried)
 
     def figures(self) -> TensorFigures:
         """What the latest step did to every tensor, summed over workers."""
-        records = [controller.report for controller in self.controllers]
+        records = [controller.record for controller in self.controllers]
         known = [window_figures(record) for record in records if record is not None]
         return TensorFigures(known[0].names, torch.stack([each.sums for each in known]).sum(0))
 

@@ -14,13 +14,14 @@ from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.launching.offloaded import Offloaded, selection_costs
+from lightning_safusion.fusion.launching.planned import Launching
+from lightning_safusion.fusion.launching.ticking import Ticking, Ticks
 from lightning_safusion.fusion.layout import Layout, TensorSpec
-from lightning_safusion.fusion.offload import Offloader, selection_costs
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.fusion.space import GradientSpace
-from lightning_safusion.fusion.ticks import Ticks
 
 # Differences that are named; those of a model may be thousands.
 _SHOWN = 8
@@ -135,7 +136,7 @@ def build_engine(
     links = None if device.type == "cpu" else prior
     collective = _collective(settings, specs, transport.world_size, links, announce)
     timer = settings.fusion if isinstance(settings.fusion, Horovod) else None
-    ticks = Ticks(transport.host_subgroup(), timer.cycle_s) if timer else None
+    ticks = Ticks(transport.host_subgroup(), timer.cycle_s) if timer and traits.overlap else None
     # launched at each rank's own pace, between the collectives of the model's own backward (SyncBatchNorm)
     communicators = collective.connect(transport, traits.node, own=timer is not None)
     nodes = communicators.nodes
@@ -152,7 +153,10 @@ def build_engine(
     dense_first = choice != "allgather" and not settings.memory.shapes_updates
     # the others negotiate counts on the host
     deferred = traits.deferred and not settings.fusion.streams and timer is None and collective.stream_ordered
-    offload = None
+    launching = Launching(space, planner, dense_first)
     if settings.offload:
-        offload = Offloader(space, *selection_costs(settings.compressor, device, traits.measure))
-    return Engine(space, planner, settings.density, dense_first, traits.overlap, deferred, offload, ticks)
+        costs = selection_costs(settings.compressor, device, traits.measure)
+        launching = Offloaded(space, planner, dense_first, costs)
+    elif ticks is not None:
+        launching = Ticking(space, planner, dense_first, ticks)
+    return Engine(launching, settings.density, traits.overlap, deferred)

@@ -14,9 +14,10 @@ from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.shard_tables import shard_tables
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Verdict, all_finite
+from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.buffers import Buffer
+from lightning_safusion.fusion.gradients import Scratch
 from lightning_safusion.fusion.shipment import Shipment, Stage
-from lightning_safusion.fusion.window import Scratch, Window
 from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves_buffers
 from lightning_safusion.kernels.cuda.tables import KINDS, ShardTables, Tables
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
@@ -42,7 +43,7 @@ class FusedShipment(Shipment):
     What was sent leaves the residual in one launch for all buffers of a window: :meth:`FusedPath.commit`.
 
     Args:
-        buffer, window: See :class:`Shipment`.
+        buffer, backward: See :class:`Shipment`.
         memory: Of the buffer.
         kernels: Of the buffer.
         scales: float32 [2], the factor of the loss that gradients carry, and its reciprocal.
@@ -51,31 +52,31 @@ class FusedShipment(Shipment):
     def __init__(
         self,
         buffer: Buffer,
-        window: Window,
+        backward: BackwardPass,
         memory: ResidualMemory,
         kernels: BufferKernels,
         scales: Tensor,
     ) -> None:
-        super().__init__(buffer, window)
+        super().__init__(buffer, backward)
         self.kernels, self._decay = kernels, memory.decay
         kernels.scales = scales
         self._left: list[int] = []  # tensors of which no mean is written
         self._marks: np.ndarray | None = None  # uint8 [T], their flags; None where all are fresh
-        if (taken := window.taken(buffer.group)) is not None:
-            self._marks, self.absent = window.flags_of(buffer.group), np.flatnonzero(~taken).tolist()
+        if (taken := backward.taken(buffer.group)) is not None:
+            self._marks, self.absent = backward.flags_of(buffer.group), np.flatnonzero(~taken).tolist()
         #: Until the window ends: the streams of owners read moments too.
         self.weighing: Weighing | None = None
 
     def fill(self, selector: Selector, early: Sequence[int] = (), known: Tensor | None = None) -> None:
         self.stage = Stage.FILLED
-        if self.window.error is not None:
+        if self.backward.error is not None:
             return
         try:
             with self.range("select"):
                 self._find(selector)
             self.flags = self.buffer.all_fresh  # those of the message are on the device
         except Exception as error:
-            self.window.error = error
+            self.backward.error = error
 
     def _find(self, selector: Selector) -> None:
         """Adds the gradients to the residual, and finds what is sent of the sum."""
@@ -86,12 +87,12 @@ class FusedShipment(Shipment):
     def pack(self, notices: int) -> None:
         if self.flags is not None:
             try:
-                self.selected = self.window.mark()
+                self.selected = self.backward.mark()
                 self.kernels.pack(notices)
                 self.sparse, self.stage = self.buffer.segments is not None, Stage.PACKED
                 return
             except Exception as error:
-                self.flags, self.window.error = None, error
+                self.flags, self.backward.error = None, error
         self._leave_empty(notices)
 
     def decode_means(self, status: Tensor) -> None:
@@ -107,7 +108,7 @@ class FusedShipment(Shipment):
             chosen = self._chosen_by(verdict)
             self._left = [] if chosen is None else np.flatnonzero(~chosen).tolist()
             self.decode_means(self.kernels.status)
-        self.decoded, self.stage = self.window.mark(), Stage.DECODED
+        self.decoded, self.stage = self.backward.mark(), Stage.DECODED
 
     def judge(self) -> bool:
         found, bad = int(self.kernels.status), cast(Verdict, self.verdict).bad
@@ -151,7 +152,7 @@ class ThresholdShipment(FusedShipment):
         sparsifier, segments = cast(ThresholdSparsifier, selector.sparsifier), self.buffer.cut(self.absent)
         view = self.kernels.add(self._decay, self.weighing, cast(Segments, segments))
         with selector.lock:
-            thresholds = sparsifier.thresholds(view, self.window.step)
+            thresholds = sparsifier.thresholds(view, self.backward.step)
         self.kernels.find(view, thresholds)
 
 
@@ -163,7 +164,7 @@ class PlacedShipment(FusedShipment):
     def _find(self, selector: Selector) -> None:
         self.kernels.locate(self.grads, None, self._marks)
         self.kernels.add(self._decay)
-        selection = self.buffer.select(selector, self.window.step, self.absent, (), self.buffer.units(selector))
+        selection = self.buffer.select(selector, self.backward.step, self.absent, (), self.buffer.units(selector))
         self.kernels.place(cast(Selection, selection))  # kernels are made where something is selected
 
 
@@ -171,7 +172,7 @@ class OwnerShipment(FusedShipment):
     """One buffer in one window whose shards have owners.
 
     Args:
-        buffer, window, memory, scales: See :class:`FusedShipment`.
+        buffer, backward, memory, scales: See :class:`FusedShipment`.
         exchange: Of the buffer.
         kernels: Of the buffer.
     """
@@ -179,13 +180,13 @@ class OwnerShipment(FusedShipment):
     def __init__(
         self,
         buffer: Buffer,
-        window: Window,
+        backward: BackwardPass,
         memory: ResidualMemory,
         exchange: ShardedExchange,
         kernels: OwnerKernels,
         scales: Tensor,
     ) -> None:
-        super().__init__(buffer, window, memory, kernels, scales)
+        super().__init__(buffer, backward, memory, kernels, scales)
         self._exchange, self._owner = exchange, kernels
 
     def advance(self, wait: bool) -> bool:
@@ -262,7 +263,7 @@ class FusedPath:
             self._windows = WindowKernels(self._device)
         return self._windows
 
-    def shipment(self, buffer: Buffer, window: Window, selector: Selector) -> Shipment:
+    def shipment(self, buffer: Buffer, backward: BackwardPass, selector: Selector) -> Shipment:
         """A buffer in a window; fused where kernels serve all of its parts."""
         memory, exchange = buffer.memory, buffer.exchange
         if isinstance(memory, ResidualMemory) and _served(buffer) and self.serves:
@@ -270,14 +271,14 @@ class FusedPath:
                 made = buffer.constant("kernels", lambda: self._kernels(buffer, exchange, selector))
                 if made is not None:
                     shipment, kernels = made
-                    return shipment(buffer, window, memory, kernels, self._scales(window))
+                    return shipment(buffer, backward, memory, kernels, self._scales(backward))
             if isinstance(exchange, ShardedExchange):
                 owner = buffer.constant("kernels", lambda: self._owner_kernels(buffer, exchange, selector))
                 if owner is not None:
-                    return OwnerShipment(buffer, window, memory, exchange, owner, self._scales(window))
+                    return OwnerShipment(buffer, backward, memory, exchange, owner, self._scales(backward))
         if self.announce is not None and buffer.segments is not None:
             self._name(buffer, self.announce)
-        return Shipment(buffer, window)
+        return Shipment(buffer, backward)
 
     def _name(self, buffer: Buffer, announce: Callable[[str], None]) -> None:
         """Says what of a buffer the kernels do not know, if it is new."""
@@ -289,13 +290,13 @@ class FusedPath:
                 f"take their place there, now for {buffer.title}"
             )
 
-    def _scales(self, window: Window) -> Tensor:
+    def _scales(self, backward: BackwardPass) -> Tensor:
         """float32 [2], the factor of the loss in a window, and its reciprocal."""
-        if window.scale is None:
+        if backward.scale is None:
             return self._workspaces()[0].unscaled
-        if self._scaled is None or self._scaled[0] is not window.scale:
-            factor = window.scale.float().view(1)
-            self._scaled = window.scale, torch.cat([factor, factor.reciprocal()])
+        if self._scaled is None or self._scaled[0] is not backward.scale:
+            factor = backward.scale.float().view(1)
+            self._scaled = backward.scale, torch.cat([factor, factor.reciprocal()])
         return self._scaled[1]
 
     def _kernels(

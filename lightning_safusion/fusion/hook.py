@@ -179,7 +179,7 @@ class DDPHook:
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 self._watch(optimizer)
-        self.engine.unstepped &= self.engine.tracked
+        self.engine.steps.watched()
 
     def _watch(self, optimizer: Optimizer) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -189,21 +189,21 @@ class DDPHook:
             # a fused optimizer is called in a step that the loss scaler skips, too
             overflowed = getattr(optimizer, "found_inf", None)
             if overflowed is None or not engine.undecided or not float(overflowed):
-                engine.unstepped[indices] = False
+                engine.steps.stepped(indices)
 
-        engine.tracked[indices] = True
+        engine.steps.watch(indices)
         self._watches.append(optimizer.register_step_post_hook(stepped))
 
     def _unwatch(self) -> None:
         for handle in self._watches:
             handle.remove()
         self._watches.clear()
-        self.engine.tracked[:] = False
+        self.engine.steps.unwatch()
 
     def selected_from(self, param: Tensor) -> bool:
         """Whether the latest gradient of a parameter is a mean of selected elements, not of dense gradients."""
-        report = self.engine.report
-        return report is not None and self._index.get(id(param), -1) in report.selected_from
+        record = self.engine.record
+        return record is not None and self._index.get(id(param), -1) in record.selected_from
 
     def close(self) -> None:
         """Removes every hook and forgets an open window."""

@@ -16,9 +16,10 @@ from torch.profiler import record_function
 from lightning_safusion.comm.exchange import Notice, Part, Verdict, all_finite
 from lightning_safusion.comm.transport.interface import Work, WorkerLostError, comes_of_a_loss
 from lightning_safusion.comm.transport.lockstep import OutOfStepError
+from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.events import Mark
-from lightning_safusion.fusion.window import Rounding, Scratch, Window, compensate, deliver, marked
+from lightning_safusion.fusion.gradients import Rounding, Scratch, compensate, deliver, marked
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.selection.units import SpanUnits
@@ -38,23 +39,23 @@ class Stage(Enum):
 
 
 class Shipment:
-    """One buffer in one window. Its methods are called in the order in which they stand here.
+    """One buffer in one backward. Its methods are called in the order in which they stand here.
 
     A rank that fails to fill or pack still takes part in the exchange, with an empty message that carries the
-    ``FAILED`` notice, so that no other rank waits for ever; the error is kept in the window. From :meth:`launch` on, an
-    exchange that fails raises an error with the buffer's tensors: a WorkerLostError if a peer is lost, else a
-    RuntimeError (a message is damaged).
+    ``FAILED`` notice, so that no other rank waits for ever; the error is kept in the backward pass. From
+    :meth:`launch` on, an exchange that fails raises an error with the buffer's tensors: a WorkerLostError if a peer is
+    lost, else a RuntimeError (a message is damaged).
 
     Args:
         buffer: The group's buffer.
-        window: Holds the gradients; its ``mark`` records moments.
+        backward: Holds the gradients; its ``mark`` records moments.
     """
 
-    def __init__(self, buffer: Buffer, window: Window) -> None:
+    def __init__(self, buffer: Buffer, backward: BackwardPass) -> None:
         self.buffer = buffer
-        self.window = window
+        self.backward = backward
         self.stage = Stage.CLOSED
-        self.grads = window.grads_of(buffer.group.start, buffer.group.stop)  #: flat, T of them
+        self.grads = backward.grads_of(buffer.group.start, buffer.group.stop)  #: flat, T of them
         self.flags: Tensor | None = None  #: uint8 [T] of TensorFlag; None if this rank failed to fill the buffer
         self.absent: list[int] = []  #: tensors of the buffer of which nothing is sent
         self.selection: Selection | None = None  #: until it is packed
@@ -67,13 +68,13 @@ class Shipment:
         self.rounding: list[Rounding] = []  #: what narrow gradients cannot hold of the means
         #: A range ``SAFusion::<part>`` in the traces of ``torch.profiler``.
         self.range: Callable[[str], AbstractContextManager[object]] = nullcontext
-        if window.profiled:
+        if backward.profiled:
             self.range = partial(_range, buffer.title)
         self.units: SpanUnits | None = None  #: in which elements are compared
         self._held: SpanUnits | None = None  #: until the window ends: a later phase reads them, in a stream of its own
         self._packed: np.ndarray | Selection | None = None
         # the moments of BufferEvents; NaN while unknown
-        self.closed: Mark = window.mark()
+        self.closed: Mark = backward.mark()
         self.selected: Mark = nan
         self.launched: Mark = nan
         self.issued: Mark = nan
@@ -91,23 +92,23 @@ class Shipment:
             known: uint8 [T], their flags.
         """
         self.stage = Stage.FILLED
-        if self.window.error is not None:
+        if self.backward.error is not None:
             return
         try:
             with self.range("select"):
                 self.units = self.buffer.units(selector)
-                taken = self.window.taken(self.buffer.group)
+                taken = self.backward.taken(self.buffer.group)
                 if taken is not None or early or not self._fill_in_one_pass(selector):
                     self._fill(selector, taken, early)
             if self.flags is not None and known is not None:
                 self.flags = self.flags | known
         except Exception as error:
-            self.flags, self.window.error = None, error
+            self.flags, self.backward.error = None, error
 
     def _fill_in_one_pass(self, selector: Selector) -> bool:
         """Finds elements while gradients are added, where their thresholds can be predicted; returns whether it did."""
-        buffer, window, foresight = self.buffer, self.window, self.buffer.foresight
-        if foresight is None or window.scale is not None:
+        buffer, backward, foresight = self.buffer, self.backward, self.buffer.foresight
+        if foresight is None or backward.scale is not None:
             return False
         units = self.units
         if units is None:
@@ -127,30 +128,30 @@ class Shipment:
         compared, write = (buffer.span, None) if units is None else (units.keys, partial(units.weigh, buffer.span))
         with foresight.known(compared, added.found, write if selector.lazy else None) as survey:
             del added  # candidates are as large as the residual where many elements are sent: no longer than needed
-            self.selection = selector.select(buffer.span, foresight.history, window.step, survey, units)
+            self.selection = selector.select(buffer.span, foresight.history, backward.step, survey, units)
         return True
 
     def _fill(self, selector: Selector, taken: np.ndarray | None, early: Sequence[int]) -> None:
         """Adds, then selects; ``taken``: bool [T], the tensors of which something is sent, None for all."""
-        buffer, window, grads = self.buffer, self.window, self.grads
+        buffer, backward, grads = self.buffer, self.backward, self.grads
         if taken is None and not early:
-            flags = compensate(buffer, grads, range(len(grads)), buffer.all_fresh, window.scale)
+            flags = compensate(buffer, grads, range(len(grads)), buffer.all_fresh, backward.scale)
         else:
             taken = np.ones(len(grads), bool) if taken is None else taken
-            flags = device_constant(window.flags_of(buffer.group), buffer.device)
+            flags = device_constant(backward.flags_of(buffer.group), buffer.device)
             self.absent = np.flatnonzero(~taken).tolist()
             present = [i for i in np.flatnonzero(taken).tolist() if i not in early]
-            flags = compensate(buffer, [grads[i] for i in present], present, flags, window.scale)
+            flags = compensate(buffer, [grads[i] for i in present], present, flags, backward.scale)
         self.flags = flags
         if buffer.exchange.ability.begins_early:
             buffer.exchange.begin(buffer.span, Part(None, flags, self.absent))
-        self.selection = buffer.select(selector, window.step, self.absent, early, self.units)
+        self.selection = buffer.select(selector, backward.step, self.absent, early, self.units)
 
     def pack(self, notices: int) -> None:
         """Writes the message; ``notices``: bits of :class:`Notice` for all ranks."""
         if self.flags is not None:
             try:
-                self.selected = self.window.mark()
+                self.selected = self.backward.mark()
                 part = Part(self.selection, self.flags, self.absent, notices, self.units)
                 self.buffer.exchange.encode(self.buffer.span, part)
                 if self.selection is not None:
@@ -162,7 +163,7 @@ class Shipment:
                 self.selection, self.units, self.stage = None, None, Stage.PACKED
                 return
             except Exception as error:
-                self.window.error = error
+                self.backward.error = error
         self._leave_empty(notices)
 
     def _leave_empty(self, notices: int) -> None:
@@ -180,15 +181,15 @@ class Shipment:
         Raises:
             WorkerLostError: If a peer is lost, with the buffer's tensors.
         """
-        exchange, window = self.buffer.exchange, self.window
-        self.launched = window.mark()  # before: it may have ended by the time that the call returns
+        exchange, backward = self.buffer.exchange, self.backward
+        self.launched = backward.mark()  # before: it may have ended by the time that the call returns
         try:
             with self.range("exchange"):
                 work = self.work = exchange.start()
         except Exception as error:
             raise self._failed(error) from error
-        self.issued = window.mark()
-        if window.timed and not exchange.transport.stream_ordered:
+        self.issued = backward.mark()
+        if backward.timed and not exchange.transport.stream_ordered:
             work.on_done(self._finish)
         self.stage = Stage.LAUNCHED
 
@@ -211,12 +212,12 @@ class Shipment:
         """
         if self.work is None:
             return
-        self.awaited = self.window.mark()
+        self.awaited = self.backward.mark()
         try:
             self.work.wait()
         except Exception as error:
             raise self._failed(error) from error
-        self.arrived = self.window.mark()
+        self.arrived = self.backward.mark()
         if self.buffer.exchange.transport.stream_ordered:
             self.finished = self.arrived  # no later than this: the backend only tells when it was queued
         self.work, self.stage = None, Stage.ARRIVED
@@ -235,7 +236,7 @@ class Shipment:
                     self._decode(scratch.of(self.buffer))
         except ValueError as error:
             raise self._failed(error) from error
-        self.decoded = self.window.mark()
+        self.decoded = self.backward.mark()
         self.stage = Stage.DECODED
 
     def judge(self) -> bool:
@@ -248,7 +249,7 @@ class Shipment:
 
     def _chosen_by(self, verdict: Verdict) -> np.ndarray | None:
         """bool [T], the tensors of which means are written, None for all; says which are :attr:`repaired`."""
-        workers, bad = self.buffer.exchange.transport.world_size, verdict.bad & self.window.repairs
+        workers, bad = self.buffer.exchange.transport.world_size, verdict.bad & self.backward.repairs
         if verdict.is_regular(workers) and not bad.any():
             return None
         again = verdict.irregular(workers) | bad
@@ -258,7 +259,7 @@ class Shipment:
     def _decode_in_place(self) -> bool:
         """:meth:`decode` straight into the gradients; False, and nothing is written, where that is not possible."""
         buffer, exchange = self.buffer, self.buffer.exchange
-        if not buffer.exact or self.window.scale is not None or buffer.device.type != "cpu":
+        if not buffer.exact or self.backward.scale is not None or buffer.device.type != "cpu":
             return False
         if not buffer.memory.hands_on:  # the decoded mean is not what the gradients get
             return False
@@ -283,7 +284,7 @@ class Shipment:
         if bad:
             exchange.poison(mean, torch.from_numpy(verdict.bad).to(mean.device))
         received = buffer.memory.received(buffer.start, buffer.stop, mean)
-        self.rounding = deliver(self.window, buffer, received, chosen)
+        self.rounding = deliver(self.backward, buffer, received, chosen)
         exchange.release(scratch)
 
     def commit(self, good: Tensor | None = None, unused: Sequence[int] = ()) -> None:
@@ -367,7 +368,7 @@ class Shipment:
         if isinstance(error, OutOfStepError):
             return error
         kind = WorkerLostError if comes_of_a_loss(error) else RuntimeError
-        rank, step = self.buffer.exchange.transport.rank, self.window.step
+        rank, step = self.buffer.exchange.transport.rank, self.backward.step
         return kind(f"rank {rank}: the exchange of the buffer with {self.buffer.title} failed in step {step}: {error}")
 
 

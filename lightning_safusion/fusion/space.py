@@ -17,7 +17,7 @@ from lightning_safusion.comm.catalogue import Collective, Communicators, SparseB
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
 from lightning_safusion.comm.collectives.negotiated import Stream, StreamedTensor
 from lightning_safusion.comm.exchange import Exchange, SpanSpec
-from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.comm.wire.formats import message_bytes, value_format
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.layout import Layout
@@ -67,6 +67,7 @@ class GradientSpace:
         self._settings = settings
         self._rule: QuotaRule = "shared" if settings.quota == "auto" else settings.quota
         self.shares = Shares()  #: of shared quotas
+        self._counts: LargestCounts | None = None  # what this rank says in a review of them
         self.collective = collective
         self._communicators = communicators
         self._stream_transport = stream_transport
@@ -126,15 +127,24 @@ class GradientSpace:
         """Whether all ranks review shared quotas in a window."""
         return self._rule == "shared" and self._settings.scope == "tensor" and self.shares.due(window)
 
-    def count_largest(self) -> LargestCounts:
-        """What this rank says in a review, before anything of the window is taken out of the residual."""
-        return LargestCounts(self.accumulated(), self.layout, self._proportional(self.quotas.density))
+    def count_largest(self, window: int) -> None:
+        """Counts for a review, if one is due, before anything of the window is taken out of the residual."""
+        if self.shares_due(window):
+            self._counts = LargestCounts(self.accumulated(), self.layout, self._proportional(self.quotas.density))
 
-    def review_shares(self, counts: Tensor) -> None:
-        """Lets shared quotas follow what all ranks have counted. Collective."""
-        quotas = self._proportional(self.quotas.density)
-        if self.shares.review(counts, self.layout, quotas, self.transport):
-            self._renew(self.quotas.density)
+    def forget_counts(self) -> None:
+        """There will be no review of a window that did not end well."""
+        self._counts = None
+
+    def review_shares(self, window: int) -> None:
+        """Lets shared quotas follow what all ranks have counted in a window, if they have. Collective."""
+        counts, self._counts = self._counts, None
+        if counts is None:
+            return
+        with during(f"the review of shared quotas after step {window}"):
+            quotas = self._proportional(self.quotas.density)
+            if self.shares.review(counts.read(), self.layout, quotas, self.transport):
+                self._renew(self.quotas.density)
 
     def _proportional(self, density: float) -> TensorQuotas:
         return tensor_quotas(self.layout, self.selector.sparsifier, density)

@@ -39,15 +39,11 @@ def restore_common(engine: Engine, state: Mapping[str, Any], same_job: bool = Tr
         same_job: Settings and number of workers are the same, so that the plan and its costs hold.
     """
     space = engine.space
-    engine.reset()
-    engine.windows = int(state["windows"])
-    engine.order_known = False
-    engine.planner.invalidate(order_changed=True)
+    engine.restart(int(state["windows"]))
     places = {spec.name: place for place, spec in enumerate(space.layout.specs)}
     if sorted(places) != sorted(state["tensors"]):
         return
-    engine.adopt_order([places[name] for name in state["tensors"]])
-    engine.order_known = bool(state["order_known"])
+    engine.adopt_order([places[name] for name in state["tensors"]], bool(state["order_known"]))
     if "shares" in state:  # older checkpoints have none
         space.shares.load_state_dict(space.layout, state["shares"])
     if same_job:
@@ -72,14 +68,14 @@ def local_state(engine: Engine) -> dict[str, Any]:
     return {
         "memory": {field: _by_name(engine, flat) for field, flat in fields.items()},
         "compressor": _rekeyed(space.selector.sparsifier.state_dict(), names),
-        "unstepped": [spec.name for spec in layout.specs if engine.unstepped[spec.index]],
+        "unstepped": [spec.name for spec in layout.specs if engine.steps.unstepped[spec.index]],
     }
 
 
 def restore_unstepped(engine: Engine, names: Collection[str]) -> None:
     """Restores the ``unstepped`` part of :func:`local_state`; unknown names are left out."""
     for spec in engine.space.layout.specs:
-        engine.unstepped[spec.index] = spec.name in names
+        engine.steps.unstepped[spec.index] = spec.name in names
 
 
 def restore_sparsifier(engine: Engine, state: Mapping[str, Any]) -> None:
@@ -152,8 +148,7 @@ def carried(engine: Engine, replaced: Collection[str] = ()) -> dict[str, Any]:
         field: {name: piece.clone() for name, piece in views.items() if name not in replaced}
         for field, views in state["memory"].items()
     }
-    counters = {name: getattr(engine, name) for name in ("windows", "epoch", "notices", "heard")}
-    return {**state, "memory": memory, "counters": counters}
+    return {**state, "memory": memory, "counters": engine.counters()}
 
 
 def restore_carried(engine: Engine, state: Mapping[str, Any]) -> None:
@@ -163,8 +158,7 @@ def restore_carried(engine: Engine, state: Mapping[str, Any]) -> None:
     builder.restore()
     restore_sparsifier(engine, state["compressor"])
     restore_unstepped(engine, state["unstepped"])
-    for name, value in state["counters"].items():
-        setattr(engine, name, value)
+    engine.resume(state["counters"])
 
 
 def _by_name(engine: Engine, flat: Tensor) -> dict[str, Tensor]:

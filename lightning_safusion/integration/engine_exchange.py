@@ -114,7 +114,7 @@ class EngineExchange(GradientExchange):
         if device.type == "cuda":
             _say_what_cuda_needs(settings, self.engine.space.collective, transport)
             self._say_what_torch_does(specs)
-        self.engine.observers = observers
+        self.engine.bind(observers=observers)
 
     def _say_what_torch_does(self, specs: Sequence[TensorSpec]) -> None:
         """One line, where buffers have no fused kernels; of some buffers only they are known when one is sent."""
@@ -151,8 +151,7 @@ class EngineExchange(GradientExchange):
             refuse_double_momentum(self.settings.memory, optimizer)
         if self._hook is None:
             return
-        if loss_scale is not None:
-            self.engine.loss_scale = loss_scale
+        self.engine.bind(loss_scale=loss_scale)
         self._hook.watch(optimizers)
         settings = self.settings
         if isinstance(settings.density, SuitedDensity):
@@ -175,8 +174,7 @@ class EngineExchange(GradientExchange):
         self.engine.drop_gradients()
 
     def begin_backward(self, epoch: int) -> None:
-        self.engine.finish()
-        self.engine.epoch = epoch
+        self.engine.begin_backward(epoch)
 
     def end_backward(self, synchronised: bool) -> None:
         if self._hook is not None:
@@ -227,11 +225,11 @@ class History:
         """Adds an engine that another one, or plain DDP, takes the place of."""
         self.decisions += tuple(engine.planner.decisions)
         self.windows, self.replans = engine.windows, self.replans + engine.planner.replans
-        self.step = self.step if engine.report is None else engine.report.step
+        self.step = self.step if engine.record is None else engine.record.step
 
     def report(self, engine: Engine | None) -> dict[str, Any]:
         """Counters, and figures of the latest step of an engine."""
-        record = engine.report if engine is not None else None
+        record = engine.record if engine is not None else None
         figures = nothing_exchanged() if record is None else record.as_dict()
         figures["last_engine_step"] = self.step if record is None else record.step
         if engine is None:

@@ -373,8 +373,8 @@ def fit_to_optimizers(
     for engine in engines:
         units = update_units(settings, optimizers, params, carries)
         engine.space.compare_in(units)
-        engine.opening = BY_UPDATE if units is not None else BY_GRADIENT if plain else None
-        engine.dense_first &= units is None
+        opening = BY_UPDATE if units is not None else BY_GRADIENT if plain else None
+        engine.open_with(opening, dense=units is None)
     lasting = density.lasting()
     if engines[0].opening is BY_GRADIENT and density.opens and lasting is not None and lasting < BY_GRADIENT.density:
         first = BY_GRADIENT.lasts(lasting)

@@ -39,7 +39,7 @@ class Outlook:
         if self._began is not None and windows == self._began[0]:
             return None  # among the batches of an accumulation
         # windows at first, before there is a plan, say nothing of those that follow
-        planned = engine.report is not None and engine.report.planned
+        planned = engine.record is not None and engine.record.planned
         if self._began is not None and windows == self._began[0] + 1 and planned:
             self._steps.append(now - self._began[1])
         self._began = windows, now
@@ -52,7 +52,7 @@ class Outlook:
         return self._line(engine) if first else None
 
     def _line(self, engine: Engine) -> str | None:
-        record = engine.report
+        record = engine.record
         if record is None or self.step_s is None or self.ddp_step_s is None:
             return None
         lasting = engine.density.lasting()

@@ -65,14 +65,14 @@ class DeferredSignals:
         if engine is not None:
             if number == signal.SIGINT and before == now and engine.transport.rank == 0:
                 os.write(2, _HELD)  # a handler may have interrupted what else writes
-            engine.notices |= self._notices[number]
+            engine.notices.own |= self._notices[number]
 
     def deliver(self) -> None:
         """Runs the handlers of the signals whose notices have reached all ranks."""
         engine = self._engine()
         if engine is None:
             return
-        heard, engine.heard = engine.heard, 0
+        heard = engine.notices.take()
         for number, notice in self._notices.items():
             if heard & notice:
                 self._waiting.pop(number, None)
@@ -88,9 +88,8 @@ class DeferredSignals:
             return
         engine.settle()  # notices of the last window may still be on the device
         with during(f"epoch {engine.epoch}, when workers ask each other for signals, after step {engine.windows}"):
-            for notices in engine.transport.gather_objects(engine.notices):
-                engine.heard |= notices
-        engine.notices &= ~engine.heard
+            for notices in engine.transport.gather_objects(engine.notices.own):
+                engine.notices.hear(notices)
         self.deliver()
 
     def release(self) -> None:

@@ -122,7 +122,7 @@ def test_an_owner_that_sends_a_tensor_dense_keeps_no_sums_of_it(collective: str)
     left = [torch.zeros_like(total) for total in given]
     for step in range(3):
         if step == 2:  # on one rank alone its optimizer has not stepped
-            cluster.controllers[0].unstepped[6] = True
+            cluster.controllers[0].steps.unstepped[6] = True
         grads = cluster.random_grads(step)
         means = cluster.step(grads)[0]
         for index, mean in enumerate(means):

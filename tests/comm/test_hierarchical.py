@@ -197,7 +197,7 @@ def test_under_the_engine_nobody_selects_from_a_part(scope: Any, quota: Any) -> 
     for index, total in enumerate(given):
         held = sum(cluster.residual(rank, index) for rank in range(5))
         torch.testing.assert_close(delivered[index] + held, total, rtol=1e-5, atol=1e-4)
-    report = cluster.controllers[0].report
+    report = cluster.controllers[0].record
     assert report is not None
     figures = report.as_dict()
     assert figures["achieved_density"] > 0.01
@@ -246,7 +246,7 @@ def test_nodes_are_those_of_the_job(collective: str) -> None:
 def test_what_does_not_go_together_is_refused(collective: str) -> None:
     with pytest.raises(ValueError, match="needs compressor='topk' .* got compressor='gaussiank'"):
         SAFusionStrategy(collective=collective, compressor="gaussiank")
-    with pytest.raises(ValueError, match="'naive' has no buffers .* use collective='allgather'"):
+    with pytest.raises(ValueError, match="fusion='naive' has no buffers .* it needs a collective other than"):
         SAFusionStrategy(collective=collective, fusion="naive")
 
 

@@ -220,11 +220,11 @@ def test_a_gradient_submitted_again_before_its_optimizer_stepped_carries_no_resi
 ) -> None:
     cluster = make(2)
     for controller in cluster.controllers:
-        controller.tracked[:5] = True
+        controller.steps.tracked[:5] = True
     for step in range(3):
         cluster.step(cluster.random_grads(step))
         for controller in cluster.controllers:
-            controller.unstepped[:] = False
+            controller.steps.unstepped[:] = False
     cluster.step(cluster.random_grads(3))  # thrown away: no optimizer steps
     before, grads = snapshot(cluster), cluster.random_grads(4)
     with pytest.warns(UserWarning, match="toggle_optimizer"):
@@ -314,7 +314,7 @@ def test_density_changes_move_no_state(make: Callable[..., Cluster]) -> None:
     sent = []
     for step in range(8):
         cluster.step(cluster.random_grads(step))
-        sent.append(cluster.controllers[0].report.as_dict()["achieved_density"])
+        sent.append(cluster.controllers[0].record.as_dict()["achieved_density"])
     assert sent[1] > sent[3] > sent[5] > 0
     assert sent[7] == pytest.approx(0.01, rel=0.2)
 
@@ -335,9 +335,9 @@ def test_only_gradients_of_the_first_window_are_dropped(make: Callable[..., Clus
     for step in range(3):
         cluster.step(cluster.random_grads(step))
         for controller in cluster.controllers:
-            assert controller.report is not None
+            assert controller.record is not None
             controller.drop_gradients()
-            grads = controller.report._window.grads
+            grads = controller.record._backward.grads
             assert len(grads) == len(cluster.specs)
             assert all(grad is None for grad in grads) == (step == 0)
 

@@ -25,15 +25,14 @@ from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.transport.interface import LaterWork, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion.build import JobTraits, build_engine
-from lightning_safusion.fusion.device_drain import DeviceDrain
+from lightning_safusion.fusion.ending.device import DeviceEnding
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import WindowEvents
+from lightning_safusion.fusion.gradients import deliver, zeroed
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.recorder import ProfileRecorder, service_seconds
-from lightning_safusion.fusion.shares import LargestCounts
+from lightning_safusion.fusion.shares import LargestCounts, Shares
 from lightning_safusion.fusion.shipment import Shipment
-from lightning_safusion.fusion.space import GradientSpace
-from lightning_safusion.fusion.window import deliver, zeroed
 from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.sparsify import available_sparsifiers
 from lightning_safusion.sparsify.selection.survey import Selector
@@ -129,17 +128,17 @@ def test_a_sum_that_overflows_is_a_bad_step(make: Callable[..., Cluster]) -> Non
 def test_a_bad_step_leaves_no_tensor_waiting_for_its_optimizer(make: Callable[..., Cluster]) -> None:
     cluster = make()
     for controller in cluster.controllers:
-        controller.tracked[:] = True
+        controller.steps.tracked[:] = True
     cluster.step(cluster.random_grads(0))
-    assert all(controller.unstepped.all() for controller in cluster.controllers)
+    assert all(controller.steps.unstepped.all() for controller in cluster.controllers)
     for controller in cluster.controllers:
-        controller.unstepped[:] = False
+        controller.steps.unstepped[:] = False
     grads = cluster.random_grads(1)
     grads[0][0][0] = torch.nan
     cluster.step(grads)
     for controller in cluster.controllers:
         controller.settle()
-        assert not controller.unstepped.any()
+        assert not controller.steps.unstepped.any()
 
 
 def test_an_error_on_one_rank_is_raised_there_and_one_window_later_elsewhere(make: Callable[..., Cluster]) -> None:
@@ -170,24 +169,24 @@ def test_a_tensor_without_gradient_on_one_rank_is_an_error_with_its_name(make: C
 def test_notices_are_heard_when_the_window_is_settled(make: Callable[..., Cluster]) -> None:
     cluster = make()
     cluster.step(cluster.random_grads(0))
-    cluster.controllers[0].notices = int(Notice.TERMINATE)
+    cluster.controllers[0].notices.own = int(Notice.TERMINATE)
     cluster.step(cluster.random_grads(1))
-    assert [controller.heard for controller in cluster.controllers] == [0, 0]
+    assert [controller.notices.heard for controller in cluster.controllers] == [0, 0]
     cluster.step(cluster.random_grads(2))
-    assert [controller.heard for controller in cluster.controllers] == [int(Notice.TERMINATE)] * 2
-    assert cluster.controllers[0].notices == 0
+    assert [controller.notices.heard for controller in cluster.controllers] == [int(Notice.TERMINATE)] * 2
+    assert cluster.controllers[0].notices.own == 0
 
 
 def test_notices_are_heard_after_a_dense_window_too(make: Callable[..., Cluster]) -> None:
     cluster = make()
     for controller in cluster.controllers:
         controller.dense_first = True
-    cluster.controllers[1].notices = int(Notice.REQUEUE)
+    cluster.controllers[1].notices.own = int(Notice.REQUEUE)
     cluster.step(cluster.random_grads(0))
-    assert [controller.heard for controller in cluster.controllers] == [0, 0]
+    assert [controller.notices.heard for controller in cluster.controllers] == [0, 0]
     cluster.step(cluster.random_grads(1))
-    assert [controller.heard for controller in cluster.controllers] == [int(Notice.REQUEUE)] * 2
-    assert [controller.notices for controller in cluster.controllers] == [0, 0]
+    assert [controller.notices.heard for controller in cluster.controllers] == [int(Notice.REQUEUE)] * 2
+    assert [controller.notices.own for controller in cluster.controllers] == [0, 0]
 
 
 def test_a_forgotten_window_says_nothing_later(make: Callable[..., Cluster]) -> None:
@@ -272,7 +271,7 @@ def test_a_device_does_not_say_when_a_phase_has_ended(
 def test_the_host_does_not_wait_to_send_a_notice(device_ends_windows: torch.device, collective: str) -> None:
     device, chosen = device_ends_windows, settings(collective=collective)
     engine = build_engine(chosen, specs(FEW, dense=(1,)), SoloTransport(), device, DEFERRED)
-    engine.notices = int(Notice.TERMINATE | Notice.REQUEUE)
+    engine.notices.own = int(Notice.TERMINATE | Notice.REQUEUE)
     windows(engine, device)
 
 
@@ -302,7 +301,7 @@ def test_means_of_narrow_gradients_take_as_many_launches_for_many_tensors_as_for
             return inside
 
         with monkeypatch.context() as patched:
-            patched.setattr("lightning_safusion.fusion.device_drain.deliver", counted(deliver))
+            patched.setattr("lightning_safusion.fusion.ending.device.deliver", counted(deliver))
             patched.setattr(Shipment, "commit", counted(Shipment.commit))
             tensors = specs(((64, 3),) * number, dtype=dtype)
             chosen = settings(collective="allgather", memory=memory)
@@ -427,7 +426,7 @@ def test_a_review_of_shared_quotas_waits_when_the_next_window_begins(
     monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
 ) -> None:
     reviews: list[Any] = []
-    monkeypatch.setattr(GradientSpace, "review_shares", lambda space, counts: reviews.append(counts))
+    monkeypatch.setattr(Shares, "review", lambda shares, counts, *_: reviews.append(counts))
     monkeypatch.setattr(LargestCounts, "read", lambda counts: counts)
     chosen = settings(collective="allgather", quota="shared")
     windows(
@@ -488,13 +487,13 @@ class OneLink(SoloTransport):
 def test_exchanges_are_timed_without_the_decoding_of_the_buffer_before(
     monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
 ) -> None:
-    decode = DeviceDrain._decode
+    decode = DeviceEnding._decode
 
-    def slow(drain: DeviceDrain, shipment: Shipment) -> None:
+    def slow(drain: DeviceEnding, shipment: Shipment) -> None:
         decode(drain, shipment)
         torch.cuda.current_stream().now += 10.0
 
-    monkeypatch.setattr(DeviceDrain, "_decode", slow)
+    monkeypatch.setattr(DeviceEnding, "_decode", slow)
     seen: list[WindowEvents] = []
     chosen = settings(collective="allgather", fusion="wfbp")
     engine = build_engine(chosen, specs(FEW), OneLink(), device_ends_windows, DEFERRED)
@@ -512,7 +511,7 @@ def test_arrivals_are_those_without_the_engine_where_the_host_is_the_bottleneck(
     monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device, behind: bool
 ) -> None:
     host = Clock()
-    for module in ("engine", "window"):
+    for module in ("engine", "window", "backward"):
         monkeypatch.setattr(f"lightning_safusion.fusion.{module}.perf_counter", host)
     fill = Shipment.fill
 
@@ -543,7 +542,7 @@ def test_memory_that_an_abandoned_window_still_uses_is_kept_until_the_next_begin
     monkeypatch: pytest.MonkeyPatch, device_ends_windows: torch.device
 ) -> None:
     engine, awaited = trained(monkeypatch, device_ends_windows)
-    Stream.log, engine.report = [], None
+    Stream.log, engine.record = [], None
     *pushed, last = [(spec.index, torch.zeros(spec.numel, device=device_ends_windows)) for spec in reversed(specs(FEW))]
     for gradient in pushed:
         engine.push(*gradient)

@@ -112,7 +112,7 @@ def test_a_stale_tensor_was_never_ready(make: Callable[..., Cluster]) -> None:
 def test_the_report_is_the_sum_of_the_events(make: Callable[..., Cluster]) -> None:
     cluster = make()
     events = observed(cluster)
-    report = cluster.controllers[0].report
+    report = cluster.controllers[0].record
     assert report is not None
     figures = report.as_dict()
     assert figures["exposed_s"] == pytest.approx(sum(buffer.exposed for buffer in events.buffers))

@@ -39,7 +39,7 @@ def make(make_fused: Callable[..., Cluster]) -> Callable[..., Cluster]:
 
 
 def shipments(cluster: Cluster, rank: int = 0) -> list[Shipment]:
-    report = cluster.controllers[rank].report
+    report = cluster.controllers[rank].record
     assert report is not None
     return list(report._shipments)
 
@@ -215,12 +215,14 @@ def test_buffers_that_are_left_to_torch_are_named_once(
 
 def test_a_bad_gradient_and_a_notice_are_seen_by_all_ranks_and_poison_nothing(make: Callable[..., Cluster]) -> None:
     cluster = make()
-    cluster.controllers[0].notices = int(Notice.TERMINATE)
+    cluster.controllers[0].notices.own = int(Notice.TERMINATE)
     cluster.step(cluster.random_grads(0))
     before, grads = cluster.residuals(), cluster.random_grads(9)
     grads[1][4][17] = torch.nan
     means = cluster.step(grads)
-    assert [controller.heard for controller in cluster.controllers] == [int(Notice.TERMINATE)] * 2  # a window later
+    assert [controller.notices.heard for controller in cluster.controllers] == [
+        int(Notice.TERMINATE)
+    ] * 2  # a window later
     for rank in range(2):
         assert not torch.isfinite(means[rank][4]).all()
         assert all(torch.isfinite(means[rank][i]).all() for i in range(len(SHAPES)) if i != 4)

@@ -163,7 +163,7 @@ def test_launches_of_a_window(
             job.compare_by_update(engine, device)
         job.count(engine)
     started = job.counting.started
-    report = engine.report
+    report = engine.record
     assert report is not None
     buffers = len(report._shipments)
     assert all(isinstance(shipment, fused.FusedShipment) for shipment in report._shipments)
@@ -231,7 +231,7 @@ def test_other_compressors_cost_what_the_planner_is_told(
         if by_update:
             job.compare_by_update(engine, device)
         job.count(engine)
-    report, started = engine.report, job.counting.started
+    report, started = engine.record, job.counting.started
     assert report is not None
     assert all(type(own) is shipment for own in report._shipments)
     buffers = len(report._shipments)
@@ -261,7 +261,7 @@ def test_launches_do_not_depend_on_workers_nor_on_the_number_of_tensors(
         transport = Silent(workers)
         engine = job.engine(device, transport)
         job.count(engine, transport)
-    report = engine.report
+    report = engine.record
     assert report is not None
     assert all(isinstance(shipment, fused.FusedShipment) for shipment in report._shipments)
     dtypes, buffers = len({spec.dtype for spec in job.specs}), len(report._shipments)
@@ -292,7 +292,7 @@ def test_launches_of_a_window_in_which_owners_reduce(
         if by_update:
             job.compare_by_update(engine, device)
         job.count(engine, transport)
-    started, report = job.counting.started, engine.report
+    started, report = job.counting.started, engine.record
     assert report is not None
     buffers = len(report._shipments)
     assert all(isinstance(shipment, fused.OwnerShipment) for shipment in report._shipments)
@@ -351,7 +351,7 @@ def test_memory_that_stays(
             for _ in range(3):
                 job.window(engine)
             gc.collect()
-            report, buffers = engine.report, engine.space.buffers.values()
+            report, buffers = engine.record, engine.space.buffers.values()
             held = memory.now - sum(map(message_bytes, buffers))
     assert report is not None
     assert all(isinstance(shipment, fused.FusedShipment) for shipment in report._shipments)

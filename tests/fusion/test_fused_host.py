@@ -43,7 +43,7 @@ def pair(make: Callable[..., Cluster], scale: float | None = None, **options: An
     clusters = [make(**options, kernels=kernels) for kernels in (True, False)]
     for cluster in clusters:
         for controller in cluster.controllers:
-            controller.tracked[:] = True
+            controller.steps.tracked[:] = True
             if scale is not None:
                 controller.loss_scale = lambda: torch.tensor(scale)
         cluster.step(cluster.random_grads(0))
@@ -54,7 +54,7 @@ def pair(make: Callable[..., Cluster], scale: float | None = None, **options: An
 def stepped(cluster: Cluster, without: Sequence[int] = ()) -> None:
     """Optimizers step, but for those of some tensors."""
     for controller in cluster.controllers:
-        controller.unstepped[[i for i in range(len(cluster.specs)) if i not in without]] = False
+        controller.steps.unstepped[[i for i in range(len(cluster.specs)) if i not in without]] = False
 
 
 def same(clusters: list[Cluster], seed: int, stale: Sequence[Sequence[int]] = ((), ())) -> None:
@@ -149,7 +149,7 @@ def test_windows_that_are_not_finite(make: Callable[..., Cluster], scale: float 
             stepped(cluster, (1, 3))
             for controller in cluster.controllers:
                 controller.settle()
-                controller.unstepped[:] = False
+                controller.steps.unstepped[:] = False
             numbers.append([grad.double() for own in means for grad in own] + cluster.residuals())
         for ours, theirs in zip(*numbers, strict=True):
             torch.testing.assert_close(ours.nan_to_num(), theirs.nan_to_num(), rtol=1e-5, atol=1e-4)
@@ -209,7 +209,7 @@ def test_the_host_decides_at_the_cost_of_a_window_in_which_the_device_does(
         cluster = make(1, tensors=tensors, density=0.02, deferred=name == "device", kernels=True)
         (engine,) = cluster.controllers
         if name != "device":
-            engine.tracked[:] = True
+            engine.steps.tracked[:] = True
         if name == "scaled":
             engine.loss_scale = lambda: torch.tensor(8.0)
         compare_in([cluster])

@@ -203,10 +203,10 @@ def test_a_rank_that_fails_stops_all_one_window_later(make: Callable[..., Cluste
 @pytest.mark.slow
 def test_notices_are_heard_one_window_later(make: Callable[..., Cluster]) -> None:
     cluster = make()
-    cluster.controllers[0].notices = int(Notice.TERMINATE)
+    cluster.controllers[0].notices.own = int(Notice.TERMINATE)
     for step in range(2):
         cluster.step(cluster.random_grads(step))
-    assert [controller.heard for controller in cluster.controllers] == [int(Notice.TERMINATE)] * 2
+    assert [controller.notices.heard for controller in cluster.controllers] == [int(Notice.TERMINATE)] * 2
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def make() -> Iterator[Callable[..., Cluster]]:
             clusters[-1].step(clusters[-1].random_grads(step))
         for controller in clusters[-1].controllers:
             controller.settle()
-            controller.tracked[:] = True
+            controller.steps.tracked[:] = True
         return clusters[-1]
 
     yield build
@@ -50,9 +50,9 @@ def window(cluster: Cluster, seed: int, elements: slice = slice(2, 3)) -> tuple[
     grads[0][BAD][elements] = float("nan")
     means = cluster.step(grads)
     for controller in cluster.controllers:
-        controller.unstepped[list(STEPPED)] = False
+        controller.steps.unstepped[list(STEPPED)] = False
         controller.settle()
-        assert not controller.unstepped.any()  # the next gradients are not taken for thrown away
+        assert not controller.steps.unstepped.any()  # the next gradients are not taken for thrown away
     return grads, means
 
 
@@ -118,7 +118,7 @@ def test_it_is_said_once_which_tensors_were_not_finite(make: Callable[..., Clust
 def test_where_nobody_knows_it_is_taken_that_an_optimizer_steps(make: Callable[..., Cluster]) -> None:
     cluster = make(density=1.0)
     for controller in cluster.controllers:
-        controller.tracked[:] = False
+        controller.steps.tracked[:] = False
     with pytest.warns(UserWarning, match="were not finite"):
         window(cluster, 5)
     assert not any(bool(tensor.any()) for own in held(cluster) for i, tensor in enumerate(own) if i != BAD)

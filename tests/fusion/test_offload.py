@@ -18,9 +18,9 @@ from torch import Tensor
 from lightning_safusion import Segments, Selection, SIDCo, TopK
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
-from lightning_safusion.fusion import offload
 from lightning_safusion.fusion.build import JobTraits, build_engine
-from lightning_safusion.fusion.offload import Offloader, selection_costs
+from lightning_safusion.fusion.launching import offloaded
+from lightning_safusion.fusion.launching.offloaded import Offloaded, selection_costs
 from lightning_safusion.fusion.plans.selective import Selective, choose_offloaded
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.registry import available_sparsifiers
@@ -36,15 +36,15 @@ FREE = LinearCost(0.0, 0.0)
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
     # a thread that costs nothing takes everything
-    monkeypatch.setattr(offload, "NOMINAL_HOST", FREE)
+    monkeypatch.setattr(offloaded, "NOMINAL_HOST", FREE)
     made: list[Cluster] = []
 
     def build(world_size: int, late: bool = False, deferred: bool = False, **options: Any) -> Cluster:
         options = {"fusion": "aligned", "collective": "allgather", "offload": True} | options
         made.append(Cluster(world_size, lambda: settings(**options), specs(SHAPES, dense=(3,)), deferred=deferred))
         for controller in made[-1].controllers:
-            if controller._offload is not None:
-                controller._offload.late = late
+            if isinstance(controller.launching, Offloaded):
+                controller.launching.late_by_one = late
         return made[-1]
 
     yield build
@@ -54,9 +54,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
         cluster.close()
 
 
-def offloader(cluster: Cluster, rank: int = 0) -> Offloader:
-    found = cluster.controllers[rank]._offload
-    assert found is not None
+def offloader(cluster: Cluster, rank: int = 0) -> Offloaded:
+    found = cluster.controllers[rank].launching
+    assert isinstance(found, Offloaded)
     return found
 
 
@@ -137,7 +137,7 @@ def test_the_state_of_a_sparsifier_is_that_of_selection_in_place(make: Callable[
 def test_it_takes_what_the_rule_says(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, cost: LinearCost
 ) -> None:
-    monkeypatch.setattr(offload, "NOMINAL_HOST", cost)
+    monkeypatch.setattr(offloaded, "NOMINAL_HOST", cost)
     cluster = make(1, fusion="single")
     for step in range(3):
         cluster.step(cluster.random_grads(step))
@@ -148,7 +148,7 @@ def test_it_takes_what_the_rule_says(
     seconds = [cost(4 * n) for n in numels]
     ready = controller.planner.costs(controller.space.shape).ready
     expected = choose_offloaded(ready, sparse, seconds, seconds)
-    assert [offloader(cluster).wants(place) for place in range(len(layout))] == expected
+    assert [place in offloader(cluster)._groups for place in range(len(layout))] == expected
     # some of them, unless the thread costs nothing
     assert sum(expected) == sum(sparse) if cost is FREE else 0 < sum(expected) < sum(sparse)
 
@@ -193,7 +193,8 @@ def test_the_hook_returns_while_the_thread_selects(make: Callable[..., Cluster],
         controller.push(index, grads[index])
     if late:
         controller.push(cluster.order[first - 1], grads[cluster.order[first - 1]])
-        assert not controller._shipments
+        assert controller._window is not None
+        assert not controller._window.shipments
     assert offloader(cluster)._selections
     gate.set()
     for index in cluster.order[first - (not late) :]:
@@ -258,18 +259,18 @@ def test_a_gradient_that_comes_again_is_not_taken(make: Callable[..., Cluster]) 
     ours, theirs = make(2), make(2, offload=False)
     for cluster in (ours, theirs):
         for controller in cluster.controllers:
-            controller.tracked[:] = True
+            controller.steps.tracked[:] = True
     for step in range(5):
         means = [cluster.step(cluster.random_grads(step)) for cluster in (ours, theirs)]
         assert all(torch.equal(a, b) for a, b in zip(means[0][0], means[1][0], strict=True))
         for cluster in (ours, theirs):
             for controller in cluster.controllers:
-                controller.unstepped[[1, 4] if step == 2 else slice(None)] = False
+                controller.steps.unstepped[[1, 4] if step == 2 else slice(None)] = False
 
 
 def test_the_hook_never_waits_for_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     read_nothing(monkeypatch)  # nor do the numbers exist that the thread would select from
-    monkeypatch.setattr(offload, "NOMINAL_HOST", FREE)
+    monkeypatch.setattr(offloaded, "NOMINAL_HOST", FREE)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     in_place, on_host = Selector.select, []
 
@@ -309,9 +310,9 @@ def test_the_thread_ends_with_the_job(make: Callable[..., Cluster]) -> None:
 
 def test_costs_are_measured_or_nominal(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    assert selection_costs(TopK(), cpu, False) == (offload.NOMINAL_HOST, offload.NOMINAL_HOST)
+    assert selection_costs(TopK(), cpu, False) == (offloaded.NOMINAL_HOST, offloaded.NOMINAL_HOST)
     moments = iter([0.0, 3.0, 10.0, 12.0, 20.0, 23.0, 30.0, 40.0, 50.0, 58.0, 60.0, 69.0])
-    monkeypatch.setattr(offload.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(offloaded.time, "perf_counter", lambda: next(moments))
     device, host = selection_costs(resolve_sparsifier("topk"), cpu, True)
     assert device == host
     assert (host(4 << 12), host(4 << 20)) == (pytest.approx(2.0), pytest.approx(8.0))  # the best of three each

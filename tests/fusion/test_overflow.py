@@ -120,7 +120,7 @@ def test_only_what_overflowed_is_reset(make: Callable[..., Cluster]) -> None:
     cluster = make()
     cluster.step(cluster.random_grads(0))
     for controller in cluster.controllers:
-        controller.tracked[:] = True  # and no optimizer steps
+        controller.steps.tracked[:] = True  # and no optimizer steps
     held = [cluster.residual(0, i).clone() for i in range(len(cluster.specs))]
     grads = with_huge(cluster, 1, {0: 3e38})
     layout = cluster.controllers[0].space.layout

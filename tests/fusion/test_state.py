@@ -106,8 +106,8 @@ def test_order_and_plan_are_restored(make: Make, tmp_path: Path) -> None:
     grads = whole.random_grads(5)
     expected, found = whole.step(grads), resumed.step(grads, order=range(len(whole.specs)))
     assert [s.index for s in controller.space.layout.specs] == whole.order
-    assert controller.report is not None
-    assert controller.report.as_dict()["plan"] == whole.controllers[0].report.as_dict()["plan"]
+    assert controller.record is not None
+    assert controller.record.as_dict()["plan"] == whole.controllers[0].record.as_dict()["plan"]
     for ours, theirs in zip(expected, found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     for a, b in zip(train(whole, 6, 9)[0], train(resumed, 6, 9)[0], strict=True):
@@ -237,12 +237,12 @@ def test_the_sum_held_back_survives_any_number_of_workers(
 def test_a_tensor_that_waits_for_its_optimizer_still_does(make: Make, tmp_path: Path) -> None:
     saved, other = make(2), make(2)
     for controller in (*saved.controllers, *other.controllers):
-        controller.tracked[:] = True
+        controller.steps.tracked[:] = True
     train(saved, 0, 1)
     for controller in saved.controllers:
-        controller.unstepped[:3] = False
+        controller.steps.unstepped[:3] = False
     restore(other, save(saved, tmp_path / "a.ckpt"), tmp_path / "a.ckpt")
-    assert other.controllers[0].unstepped.tolist() == [False] * 3 + [True] * (len(saved.specs) - 3)
+    assert other.controllers[0].steps.unstepped.tolist() == [False] * 3 + [True] * (len(saved.specs) - 3)
 
 
 def test_an_engine_that_trained_on_goes_back(make: Make, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from lab.virtual.transport import local_transports
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import WindowEvents
+from lightning_safusion.fusion.launching.ticking import Ticking, Ticks
 from lightning_safusion.fusion.plans.ticking import Horovod, fuse_ready
-from lightning_safusion.fusion.ticks import Ticks
 from lightning_safusion.sparsify.selection.survey import Selector
 from tests.cluster import Cluster, conserved, settings, specs
 from tests.fusion.test_controller import Failing
@@ -128,8 +128,8 @@ def hurry(cluster: Cluster, seed: int) -> None:
     """Makes every rank push at a pace of its own, which changes, and by a clock of its own."""
     for rank, controller in enumerate(cluster.controllers):
         rng, clock = np.random.default_rng([seed, rank]), Clock()
-        assert controller.ticks is not None
-        controller.ticks.now, controller.ticks.pause = clock.now, clock.pause
+        assert controller.launching.ticks is not None
+        controller.launching.ticks.now, controller.launching.ticks.pause = clock.now, clock.pause
 
         def slow(
             index: int, grad: Any, fresh: bool = True, rng: Any = rng, clock: Clock = clock, to: Any = controller
@@ -211,7 +211,7 @@ def test_a_lost_rank_is_named_by_the_agreement(make: Callable[..., Cluster]) -> 
     cluster = make(2, **SPARSE)
     for step in range(3):
         cluster.step(cluster.random_grads(step))
-    ticks = cluster.controllers[0].ticks
+    ticks = cluster.controllers[0].launching.ticks
     assert ticks is not None
     ticks.transport._exchange.timeout = 0.2  # type: ignore[attr-defined] # of the virtual workers
     grads = cluster.random_grads(3)[0]
@@ -255,12 +255,11 @@ def test_where_nothing_may_leave_early_nothing_is_asked() -> None:
         generator = torch.Generator().manual_seed(step)
         for spec in reversed(specs()):
             controller.push(spec.index, torch.randn(spec.numel, generator=generator))
-            assert controller.ticks is not None
-            assert controller.ticks.agreed == 0
+        assert not isinstance(controller.launching, Ticking)
         controller.drain()
-    assert controller.report is not None
+    assert controller.record is not None
     assert (
-        len(controller.report.events.buffers)
+        len(controller.record.events.buffers)
         == len(Horovod(threshold_bytes=4000).plan(controller.planner.costs(controller.space.shape)).groups)
         > 1
     )

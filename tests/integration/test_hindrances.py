@@ -49,7 +49,7 @@ def build(device: torch.device, transport: Transport | None = None, **parts: Any
 def engine(chosen: EngineSettings, _: Any, transport: Transport, *__: Any, **___: Any) -> Any:
     """No more of an engine than the strategy reads before it runs."""
     space = SimpleNamespace(collective=chosen.collective_over(transport.world_size))
-    return SimpleNamespace(space=space, fused=SimpleNamespace(serves=True))
+    return SimpleNamespace(space=space, fused=SimpleNamespace(serves=True), bind=lambda **_: None)
 
 
 @pytest.fixture

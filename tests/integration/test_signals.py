@@ -18,6 +18,7 @@ from lightning_safusion import ConstantDensity, SAFusionStrategy
 from lightning_safusion.comm import LinearCost
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.fusion import build
+from lightning_safusion.fusion.window import Notices
 from lightning_safusion.integration.signals import DeferredSignals
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -144,7 +145,7 @@ def test_where_no_gradients_carry_notices_ranks_ask(
 
 
 def test_handlers_are_put_back_and_nothing_is_swallowed() -> None:
-    engine: Any = SimpleNamespace(notices=0, heard=0)
+    engine: Any = SimpleNamespace(notices=Notices())
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
@@ -152,10 +153,10 @@ def test_handlers_are_put_back_and_nothing_is_swallowed() -> None:
         deferred = DeferredSignals(lambda: engine)
         deferred.install()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert engine.notices == Notice.TERMINATE
+        assert engine.notices.own == Notice.TERMINATE
         deferred.deliver()
         assert seen == []
-        engine.heard = Notice.TERMINATE
+        engine.notices.heard = Notice.TERMINATE
         deferred.deliver()
         assert seen == [signal.SIGTERM]
         os.kill(os.getpid(), signal.SIGTERM)
@@ -179,20 +180,20 @@ def test_handlers_are_put_back_and_nothing_is_swallowed() -> None:
     ],
 )
 def test_the_requeue_signal_is_the_cluster_environments(environment: Any, deferred: bool) -> None:
-    engine: Any = SimpleNamespace(notices=0, heard=0)
+    engine: Any = SimpleNamespace(notices=Notices())
     before = signal.signal(signal.SIGHUP, lambda number, frame: None)
     try:
         signals = DeferredSignals(lambda: engine, environment)
         signals.install()
         os.kill(os.getpid(), signal.SIGHUP)
         signals.remove()
-        assert engine.notices == (Notice.REQUEUE if deferred else 0)
+        assert engine.notices.own == (Notice.REQUEUE if deferred else 0)
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_interrupt_ends_at_once_and_one_that_is_passed_on_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Any = SimpleNamespace(notices=0, heard=0, transport=SimpleNamespace(rank=1))
+    engine: Any = SimpleNamespace(notices=Notices(), transport=SimpleNamespace(rank=1))
     now = iter([0.0, 0.5, 2.0])
     monkeypatch.setattr("lightning_safusion.integration.signals.time.monotonic", lambda: next(now))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -201,10 +202,10 @@ def test_a_second_interrupt_ends_at_once_and_one_that_is_passed_on_does_not(monk
         deferred.install()
         os.kill(os.getpid(), signal.SIGINT)  # of the terminal
         os.kill(os.getpid(), signal.SIGINT)  # of the launcher
-        assert engine.notices == Notice.INTERRUPT
+        assert engine.notices.own == Notice.INTERRUPT
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-        engine.heard = Notice.INTERRUPT
+        engine.notices.heard = Notice.INTERRUPT
         with pytest.raises(KeyboardInterrupt):
             deferred.deliver()
         deferred.remove(deliver=False)

@@ -33,7 +33,7 @@ def make() -> Iterator[Callable[..., Cluster]]:
 
 
 def figures(cluster: Cluster, rank: int = 0) -> TensorFigures:
-    record = cluster.controllers[rank].report
+    record = cluster.controllers[rank].record
     assert record is not None
     return window_figures(record)
 
@@ -52,7 +52,7 @@ def norms(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def test_before_the_first_window_there_is_nothing(make: Callable[..., Cluster]) -> None:
-    assert make().controllers[0].report is None
+    assert make().controllers[0].record is None
 
 
 def test_nothing_is_missing_before_fusion_and_small_tensors_are_after_it(make: Callable[..., Cluster]) -> None:
@@ -122,7 +122,7 @@ def test_errors_are_left_out_on_request(make: Callable[..., Cluster]) -> None:
     cluster = make()
     for step in range(2):
         cluster.step(cluster.random_grads(step))
-    short = window_figures(cluster.controllers[0].report, errors=False)
+    short = window_figures(cluster.controllers[0].record, errors=False)
     assert short is not None
     assert torch.equal(short.sums[:4], figures(cluster).sums[:4])
     assert short.sums[4:].abs().sum() == 0

@@ -41,9 +41,10 @@ class Horovod(FusionPolicy):
     """Tensors that are ready on all workers at a tick of the clock are fused (Horovod, Sergeev and Del Balso, 2018).
 
     Which tensors share a buffer differs from step to step, but not between workers: they agree at every tick
-    (:class:`~lightning_safusion.fusion.ticks.Ticks`, which says how this differs from Horovod's own thread). Sparse
-    tensors are selected from in one call per buffer, each with a quota of its own, which gives the same elements as
-    Horovod's call per tensor. There is no tuner of the two numbers; 128 MiB and 1 ms are the defaults of Horovod 0.28.
+    (:class:`~lightning_safusion.fusion.launching.ticking.Ticks`, which says how this differs from Horovod's own
+    thread). Sparse tensors are selected from in one call per buffer, each with a quota of its own, which gives the same
+    elements as Horovod's call per tensor. There is no tuner of the two numbers; 128 MiB and 1 ms are the defaults of
+    Horovod 0.28.
 
     :meth:`plan` gives the buffers of a step in which all tensors are ready at one tick; it is used where buffers are
     launched at the end of the backward pass.

@@ -198,7 +198,7 @@ def test_half_precision_keeps_what_each_rank_rounds_off(world_size: int) -> None
     cluster = Cluster(world_size, lambda: settings(fusion=Alternating(), own_buffers=True))
     done, given = conserved(cluster, steps=8)
     layout = cluster.controllers[0].space.layout
-    report = cluster.controllers[0].report
+    report = cluster.controllers[0].record
     assert report is not None
     for spec, result, total in zip(cluster.specs, done, given, strict=True):
         half = layout.places[spec.index] % 3 == 2

@@ -155,7 +155,7 @@ def test_a_buffer_sends_as_much_as_it_would_otherwise(make: Callable[..., Cluste
     for step in range(3):
         cluster.step(cluster.random_grads(step))
         plain.step(plain.random_grads(step))
-    reports = [cluster.controllers[0].report, plain.controllers[0].report]
+    reports = [cluster.controllers[0].record, plain.controllers[0].record]
     selected, otherwise = (report.sent_counts for report in reports if report is not None)
     plan = cluster.controllers[0].planner.current
     assert plan is not None
@@ -181,7 +181,7 @@ def test_a_lane_of_its_own_gives_the_same_gradients_and_fewer_bytes(make: Callab
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(a.abs().max()))
     received = []
     for cluster in (one, two):
-        report = cluster.controllers[0].report
+        report = cluster.controllers[0].record
         assert report is not None
         received.append(report.as_dict()["bytes_received"])
     assert received[1] < 0.5 * received[0]

@@ -75,7 +75,7 @@ def compiled(sizes: Sequence[int], workers: int, dtype: torch.dtype, **options: 
             engine.push(index, grads[index])
         engine.drain()
         counts.append(Made.made - before)
-    if engine.report is None or not all(isinstance(each, fused.FusedShipment) for each in engine.report._shipments):
+    if engine.record is None or not all(isinstance(each, fused.FusedShipment) for each in engine.record._shipments):
         raise RuntimeError("kernels do not serve these buffers")
     return counts
 

@@ -135,7 +135,7 @@ def test_windows_with_owners_of_shards_are_good(monkeypatch: pytest.MonkeyPatch,
             job.draw(window)
             job.window()
             job.engine.settle()  # raises if a message is damaged
-    record = job.engine.report
+    record = job.engine.record
     assert record is not None
     assert network.seconds - before > 2 * 7 * SLOW.alpha
     assert job.means().any()

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_safusion.comm.transport.interface import FinishedWork, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion.build import JobTraits, build_engine
-from lightning_safusion.fusion.device_drain import DeviceDrain
+from lightning_safusion.fusion.ending.device import DeviceEnding
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.policy import Aligned
@@ -93,8 +93,8 @@ STAGES: list[tuple[Any, str, str]] = [
     (Shipment, "launch", "selection"),
     (Shipment, "advance", "decoding"),
     (Shipment, "decode", "decoding"),
-    (DeviceDrain, "_decode", "decoding"),
-    (DeviceDrain, "_commit", "commitment"),
+    (DeviceEnding, "_decode", "decoding"),
+    (DeviceEnding, "_commit", "commitment"),
     (Shipment, "commit", "commitment"),
 ]
 
@@ -148,7 +148,7 @@ def test_a_window_of_operations(
 ) -> None:
     tensors, options = 4, {"density": 0.1, "compressor": "topk", "collective": "allgather"} | options
     monkeypatch.setattr(Planner, "verify", lambda *_: None)
-    monkeypatch.setattr(DeviceDrain, "read", lambda _: None)
+    monkeypatch.setattr(DeviceEnding, "read", lambda _: None)
     described = specs(((_NUMEL,),) * tensors)
     counting = Counting("cuda")
     with fake_cuda(monkeypatch) as device:

@@ -15,21 +15,23 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange, Verdict
+from lightning_safusion.fusion.backward import BackwardPass
+from lightning_safusion.fusion.ending.base import Ending, Outcome
 from lightning_safusion.fusion.fused import IRREGULAR, NOT_FINITE, FusedPath, FusedShipment
+from lightning_safusion.fusion.gradients import Scratch, deliver
 from lightning_safusion.fusion.lanes import HostCopy, Lane
 from lightning_safusion.fusion.shipment import Shipment, Stage
-from lightning_safusion.fusion.window import Scratch, Window, deliver
 
 
 class _Unread(NamedTuple):
     """A window whose end the host has not read yet, and what it will read."""
 
-    window: Window
+    backward: BackwardPass
     shipments: Sequence[Shipment]
     copies: HostCopy
 
 
-class DeviceDrain:
+class DeviceEnding(Ending):
     """Decodes every shipment as soon as its exchange ends, beside the backward pass, without the host.
 
     Args:
@@ -59,7 +61,6 @@ class DeviceDrain:
         self._fused.forget()
 
     def finish(self) -> None:
-        """The host waits for what the lanes still do for a window that was forgotten, before another one begins."""
         if self._queued:
             self._phases.synchronize()
             self._arrivals.synchronize()
@@ -67,11 +68,10 @@ class DeviceDrain:
             self._queued = []
             self._fused.forget()  # they may have found something wrong since
 
-    def release(self) -> None:
-        """Frees the memory, unless the lanes may still use it."""
+    def release(self) -> bool:
         if not self._queued:
             self._scratch.release()
-            self._fused.release()
+        return not self._queued
 
     def launched(self, shipment: Shipment) -> None:
         """Queues everything that follows the exchange of a shipment: decoding, judging, writing the gradients."""
@@ -90,7 +90,7 @@ class DeviceDrain:
                         shipment.decode_means(self._fused.windows.status)
                     else:
                         self._decode(shipment)
-                shipment.decoded = shipment.window.mark()
+                shipment.decoded = shipment.backward.mark()
         shipment.stage = Stage.DECODED
 
     def _decode(self, shipment: Shipment) -> None:
@@ -103,31 +103,30 @@ class DeviceDrain:
         self._found = (good, finite) if self._found is None else (self._found[0] & good, self._found[1] & finite)
         exchange.poison(mean, bad)
         mean = buffer.memory.received(buffer.start, buffer.stop, mean)
-        shipment.rounding = deliver(shipment.window, buffer, mean)
+        shipment.rounding = deliver(shipment.backward, buffer, mean)
         exchange.release(scratch)
 
-    def run(self, window: Window, shipments: Sequence[Shipment]) -> tuple[bool, int]:
-        """Takes what was sent out of the residual if the device finds the window good.
-
-        Returns:
-            True and 0: :meth:`read` returns what the device has decided.
+    def run(self, backward: BackwardPass, shipments: Sequence[Shipment], notices: int) -> Outcome:
+        """Takes what was sent out of the residual if the device finds the window good: :meth:`read` says whether.
 
         Raises:
             Exception: The error of the window.
         """
-        awaited = window.mark()
+        awaited = backward.mark()
         for shipment in shipments:
             shipment.awaited = awaited
         self._lane.join()
         self._queued = []
         found, self._found = self._found, None
         if shipments:  # none: a model without tensors
-            self._unread = self._commit(window, shipments, found)
-        if window.error is not None:
-            raise window.error
-        return True, 0
+            self._unread = self._commit(backward, shipments, found)
+        if backward.error is not None:
+            raise backward.error
+        return Outcome(backward, shipments, True, 0)
 
-    def _commit(self, window: Window, shipments: Sequence[Shipment], found: tuple[Tensor, Tensor] | None) -> _Unread:
+    def _commit(
+        self, backward: BackwardPass, shipments: Sequence[Shipment], found: tuple[Tensor, Tensor] | None
+    ) -> _Unread:
         """Commits all shipments if everything is well; ``found``: of those that are not fused."""
         fused = [shipment for shipment in shipments if isinstance(shipment, FusedShipment)]
         others = [shipment for shipment in shipments if not isinstance(shipment, FusedShipment)]
@@ -144,22 +143,18 @@ class DeviceDrain:
         if fused:
             self._fused.commit(fused)
             decided = [self._fused.windows.verdicts]
-        return _Unread(window, shipments, HostCopy([*decided, *(_stream_ordered(s).headers for s in others)]))
+        return _Unread(backward, shipments, HostCopy([*decided, *(_stream_ordered(s).headers for s in others)]))
 
-    def read(self) -> tuple[Window, Sequence[Shipment], bool, int] | None:
+    def read(self) -> Outcome | None:
         """What the device has decided about the last window; waits for that.
 
-        Returns:
-            The window, its shipments, whether everything was finite and so has been committed, and the notices (bits of
-            ``Notice``) of all ranks; None if it was read.
-
         Raises:
-            RuntimeError: If tensors had a gradient on some ranks only, which this drain cannot average.
+            RuntimeError: If tensors had a gradient on some ranks only, which this ending cannot average.
         """
         if self._unread is None:
             return None
         unread, self._unread = self._unread, None
-        window, shipments, good = unread.window, unread.shipments, self._read(unread)
+        backward, shipments, good = unread.backward, unread.shipments, self._read(unread)
         notices, irregular = 0, []
         for shipment in shipments:
             verdict = cast(Verdict, shipment.verdict)
@@ -169,10 +164,10 @@ class DeviceDrain:
         if irregular and not notices & Notice.FAILED:
             raise RuntimeError(
                 f"{len(irregular)} parameters ({', '.join(irregular[:8])}) got a gradient on some ranks only in step "
-                f"{window.step}: the gradients of that step were wrong. Pass find_unused_parameters=True to the "
+                f"{backward.step}: the gradients of that step were wrong. Pass find_unused_parameters=True to the "
                 "strategy (by name: 'safusion_find_unused_parameters_true')."
             )
-        return window, shipments, good, notices
+        return Outcome(backward, shipments, good, notices)
 
     def _read(self, unread: _Unread) -> bool:
         """Whether the window was good; gives all shipments their verdicts, and says which tensors are sound."""
@@ -194,4 +189,4 @@ class DeviceDrain:
 
 
 def _stream_ordered(shipment: Shipment) -> StreamOrderedExchange:
-    return cast(StreamOrderedExchange, shipment.buffer.exchange)  # the engine is built without this drain for others
+    return cast(StreamOrderedExchange, shipment.buffer.exchange)  # the engine is built without this ending for others

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -15,13 +15,16 @@ from torch import Tensor
 from lightning_safusion.comm.cost import LinearCost, fit_linear
 from lightning_safusion.comm.exchange import TensorFlag
 from lightning_safusion.comm.wire.codec import spread
+from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.buffers import Buffer
+from lightning_safusion.fusion.gradients import compensate
 from lightning_safusion.fusion.lanes import HostCopy, Lane
+from lightning_safusion.fusion.launching.planned import Launching
+from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.selective import choose_offloaded
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
-from lightning_safusion.fusion.window import Window, compensate
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, span_segments
 from lightning_safusion.sparsify.selection.survey import History
 
@@ -31,7 +34,7 @@ NOMINAL_HOST, NOMINAL_DEVICE = LinearCost(50e-6, 1e-9), LinearCost(100e-6, 5e-12
 _TIMED_ELEMENTS, _TIMED_RUNS = (1 << 12, 1 << 20), 3
 
 
-class Offloader:
+class Offloaded(Launching):
     """Selects from tensors on a thread as they become ready.
 
     Which ones is SSFusion's rule (``choose_offloaded``): the thread takes a tensor whenever it is free, and none that
@@ -40,13 +43,22 @@ class Offloader:
     On CUDA a tensor is copied to pinned memory on a stream of its own, and its buffer is sent when the next one closes,
     so that the hook does not wait for a device that is behind the host. (The paper's release copies to pageable memory
     inside the hook, which stops the backward pass; all its scripts have offloading switched off.)
+
+    Args:
+        space, planner, dense_first: See :class:`Launching`.
+        costs: Seconds of a selection by bytes: in place, and on the thread, copies included.
     """
 
-    def __init__(self, space: GradientSpace, device: LinearCost, host: LinearCost) -> None:
-        self.late = space.device.type == "cuda"  #: buffers are sent when the next one closes
-        self._space = space
-        self._device = device  # seconds of a selection in place, by bytes
-        self._host = host  # seconds of a selection on the thread, copies included
+    def __init__(
+        self,
+        space: GradientSpace,
+        planner: Planner,
+        dense_first: bool,
+        costs: tuple[LinearCost, LinearCost],
+    ) -> None:
+        super().__init__(space, planner, dense_first)
+        self.late_by_one = space.device.type == "cuda"
+        self._device, self._host = costs
         self._copies = Lane(space.device)
         self._groups: dict[int, Group] = {}  # of the chosen tensors, by place
         self._selections: dict[int, Future[Selection]] = {}  # by place; of the open window
@@ -54,11 +66,12 @@ class Offloader:
         self._waiting: Shipment | None = None  # filled, and not sent yet
         self._thread: ThreadPoolExecutor | None = None
 
-    def follow(self, plan: Plan, ready: Sequence[float]) -> None:
-        """Chooses the tensors of a plan; ``ready``: when each gradient is ready, seconds [L]."""
+    def follow(self, plan: Plan) -> None:
+        """Chooses the tensors of a plan."""
+        ready = self.planner.costs(self.space.shape).ready
         self._groups = {}
         for group in plan.groups:
-            segments = self._space.buffer(group).segments
+            segments = self.space.buffer(group).segments
             if segments is None:
                 continue
             nbytes = (4.0 * segments.sizes).tolist()
@@ -70,26 +83,24 @@ class Offloader:
             )
             self._groups |= {group.start + t: group for t in np.flatnonzero(chosen).tolist()}
 
-    def wants(self, place: int) -> bool:
-        """Whether the tensor at this place of the plan is one of those chosen."""
-        return place in self._groups
+    def closing(self, backward: BackwardPass, place: int, grad: Tensor, group: Group | None) -> Iterable[Group]:
+        """Adds a chosen gradient to the residual and begins to select from it."""
+        wanted = place in self._groups and backward.groups and backward.error is None
+        if wanted and backward.fresh[place] and not backward.bypass[place]:
+            try:
+                with self.lane.fork():
+                    self._select(backward, place, grad)
+            except Exception as error:
+                backward.error = error
+        return super().closing(backward, place, grad, group)
 
-    def offer(self, window: Window, place: int, grad: Tensor) -> None:
-        """Adds a gradient to the residual and begins to select from it, unless it is stale or bypasses the residual."""
-        if not window.groups or window.error is not None or not window.fresh[place] or window.bypass[place]:
-            return
-        try:
-            self._begin(window, place, grad)
-        except Exception as error:
-            window.error = error
-
-    def _begin(self, window: Window, place: int, grad: Tensor) -> None:
+    def _select(self, backward: BackwardPass, place: int, grad: Tensor) -> None:
         group = self._groups[place]
-        buffer, tensor = self._space.buffer(group), place - group.start
+        buffer, tensor = self.space.buffer(group), place - group.start
         known = self._flags.get(group)
         flags = torch.zeros_like(buffer.all_fresh)
         flags[tensor : tensor + 1] = int(TensorFlag.FRESH)  # a slice: for one element the host would wait for a device
-        flags = compensate(buffer, [grad], [tensor], flags, window.scale)
+        flags = compensate(buffer, [grad], [tensor], flags, backward.scale)
         self._flags[group] = flags if known is None else known | flags
         x = buffer.span[buffer.edges[tensor] : buffer.edges[tensor + 1]]
         part = _part(buffer, tensor)
@@ -98,28 +109,26 @@ class Offloader:
             begin = None if x.is_cpu else partial(torch.cuda.set_device, x.device)
             self._thread = ThreadPoolExecutor(1, "safusion-select", begin)
         if x.is_cpu:
-            chosen = self._thread.submit(self._space.selector.select, x, part, window.step)
+            chosen = self._thread.submit(self.space.selector.select, x, part, backward.step)
         else:
             with self._copies.fork():
                 copied = HostCopy([x])
-            chosen = self._thread.submit(self._on_host, copied, part, window.step)
+            chosen = self._thread.submit(self._on_host, copied, part, backward.step)
         self._selections[place] = chosen
 
     def _on_host(self, copied: HostCopy, part: History, step: int) -> Selection:
-        chosen = self._space.selector.select(copied.read()[0], part, step)
+        chosen = self.space.selector.select(copied.read()[0], part, step)
         count = int(chosen.count)
         return Selection(chosen.indices[:count].pin_memory(), chosen.values[:count].pin_memory(), count)
 
-    def fill(self, shipment: Shipment) -> Shipment | None:
-        """Fills a shipment; returns the one that can be sent now, if any."""
-        group = shipment.buffer.group
-        early = [place - group.start for place in shipment.buffer.places if place in self._selections]
-        shipment.fill(self._space.selector, early, self._flags.get(group))
-        ready, self._waiting = (self._waiting, shipment) if self.late else (shipment, None)
+    def fill(self, buffer: Buffer, backward: BackwardPass) -> Shipment | None:
+        shipment, group = Shipment(buffer, backward), buffer.group
+        early = [place - group.start for place in buffer.places if place in self._selections]
+        shipment.fill(self.space.selector, early, self._flags.get(group))
+        ready, self._waiting = (self._waiting, shipment) if self.late_by_one else (shipment, None)
         return self._collected(ready)
 
     def last(self) -> Shipment | None:
-        """The shipment that is still to be sent when every tensor has been submitted, if any."""
         ready, self._waiting = self._waiting, None
         return self._collected(ready)
 
@@ -129,11 +138,11 @@ class Offloader:
             try:
                 self._collect(shipment)
             except Exception as error:
-                shipment.flags, shipment.window.error = None, error
+                shipment.flags, shipment.backward.error = None, error
         return shipment
 
     def _collect(self, shipment: Shipment) -> None:
-        buffer, device = shipment.buffer, self._space.device
+        buffer, device = shipment.buffer, self.space.device
         if self._flags.pop(buffer.group, None) is None or shipment.flags is None:
             return
         parts = [] if shipment.selection is None else [shipment.selection]
@@ -143,6 +152,9 @@ class Offloader:
                 indices = chosen.indices.to(device, non_blocking=True) + buffer.edges[place - buffer.group.start]
                 parts.append(Selection(indices, chosen.values.to(device, non_blocking=True), chosen.count))
         shipment.selection = _merged(parts, buffer.stop - buffer.start)
+
+    def ended(self, shipments: Sequence[Shipment]) -> None:
+        self.forget()  # what an error has left
 
     def forget(self) -> None:
         """Waits for the thread and drops its selections."""

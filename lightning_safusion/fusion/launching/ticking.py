@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
 import torch
+from torch import Tensor
 
 from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.fusion.backward import BackwardPass
+from lightning_safusion.fusion.launching.planned import Launching
+from lightning_safusion.fusion.planning import Planner
+from lightning_safusion.fusion.plans.plan import Group, Plan
+from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.fusion.space import GradientSpace
 
 
 class _Question:
@@ -111,3 +118,48 @@ class Ticks:
 
     def _read(self, question: _Question) -> None:
         self.agreed, self._question = question.answer(), None
+
+
+class Ticking(Launching):
+    """Sends what all ranks have ready at ticks of a clock, fused by capacity.
+
+    Args:
+        space, planner, dense_first: See :class:`Launching`.
+        ticks: Agreement on the tensors that are ready.
+    """
+
+    def __init__(self, space: GradientSpace, planner: Planner, dense_first: bool, ticks: Ticks) -> None:
+        super().__init__(space, planner, dense_first)
+        self.ticks = ticks
+        self._open = False  # the window goes by the clock, not by a plan
+
+    def begin(self, plan: Plan) -> Sequence[Group]:
+        if plan.groups:
+            self.ticks.begin()
+            self._open = True
+        return ()
+
+    def closing(self, backward: BackwardPass, place: int, grad: Tensor, group: Group | None) -> Iterable[Group]:
+        return self._fused(backward, self.ticks.poll(backward.ready)) if self._open else ()
+
+    def rest(self, backward: BackwardPass) -> Iterator[Group]:
+        return iter(()) if self._open else super().rest(backward)
+
+    def late(self, backward: BackwardPass) -> Iterator[Group]:
+        if self._open:
+            for ready in self.ticks.rest(backward.length):
+                yield from self._fused(backward, ready)
+
+    def ended(self, shipments: Sequence[Shipment]) -> None:
+        if self._open:  # the next window has other buffers
+            self.space.keep_only([shipment.buffer.group for shipment in shipments])
+        self._open = False
+
+    def forget(self) -> None:
+        self._open = False
+
+    def _fused(self, backward: BackwardPass, ready: int) -> Iterable[Group]:
+        """Groups of what a tick has found ready on all ranks."""
+        if ready <= backward.launched:
+            return ()
+        return self.planner.fuse(self.space.shape, backward.launched, ready)
