@@ -45,7 +45,7 @@ class Some:
     has: Callable[[Any], bool]
     words: str = ""
 
-    def given(self, settings: EngineSettings) -> bool:
+    def given(self, settings: Any) -> bool:
         """Whether the setting has one of these values."""
         return self.has(getattr(settings, self.setting))
 
@@ -78,8 +78,8 @@ class Conflict:
     because: str
     needs: Sequence[Some]
 
-    def met(self, settings: EngineSettings) -> bool:
-        """Whether the settings are what is needed, of whatever value."""
+    def met(self, settings: Any) -> bool:
+        """Whether settings, or parts by the same names, are what is needed, of whatever value."""
         return all(need.given(settings) for need in self.needs)
 
     def check(self, settings: EngineSettings) -> None:
@@ -112,6 +112,12 @@ UPDATES = Conflict(
     "compares elements before they are sent, with the optimizer's state at hand",
     (_NO_OFFLOAD, _AS_SENT),
 )
+FEW_BITS = Conflict(
+    Some("wire", lambda wire: value_format(wire).few_bits),
+    "rounds so much that the rounding error must stay in the sender's residual, which only messages that arrive as "
+    "they were sent allow",
+    (_AS_SENT, _NO_STREAM),
+)
 SHARDS = Conflict(
     _collective(lambda row: row.exchange.ability.cuts_tensors),
     "gives every worker's part of a tensor a number of entries of its own, and the owners of parts read positions as "
@@ -140,18 +146,12 @@ CONFLICTS = (
         "decides for every tensor of a buffer how much it sends",
         (_EACH_TENSOR,),
     ),
-    Conflict(Some("fusion", lambda policy: policy.streams), "fills buffers with selected elements", (_EACH_TENSOR,)),
-    Conflict(
-        Some("wire", lambda wire: value_format(wire).few_bits),
-        "rounds so much that the rounding error must stay in the sender's residual, which only messages that arrive as "
-        "they were sent allow",
-        (_AS_SENT, _NO_STREAM),
-    ),
     Conflict(
         Some("fusion", lambda policy: policy.streams),
-        "has no buffers that could have two lanes or levels",
-        (_collective(lambda row: not row.dense_lane and not row.levels),),
+        "fills buffers with selected elements, which have no lanes or levels of their own",
+        (_EACH_TENSOR, _collective(lambda row: not row.dense_lane and not row.levels)),
     ),
+    FEW_BITS,
     Conflict(
         _collective(lambda row: row.selects_itself),
         "selects the largest sums of a node itself",

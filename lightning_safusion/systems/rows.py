@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lightning_safusion.baselines.hooks import DDPHookName
-from lightning_safusion.comm.catalogue import find_collective
+from lightning_safusion.fusion.conflicts import FEW_BITS
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.registry import resolve_fusion
@@ -93,16 +93,10 @@ class HookSystem(System):
 #: The system of ``SAFusionStrategy()``: the best one at equal bytes.
 DEFAULT = "saf-pooled"
 #: Where one of its own parts does not go with given ones: the plain part that takes its place, and when.
-GIVES_WAY: dict[str, tuple[str, Callable[[Mapping[str, Any]], bool]]] = {
-    "quota": ("proportional", lambda parts: parts["scope"] == "group" or parts["offload"]),
-    "wire": (
-        "auto",  # few bits: rounding errors need a memory, and messages that arrive as they were sent
-        lambda parts: (
-            parts["memory"].name == "none"
-            or parts["fusion"].streams
-            or not find_collective(parts["collective"]).few_bits
-        ),
-    ),
+GIVES_WAY: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "quota": ("proportional", lambda parts: parts.scope == "group" or parts.offload),
+    # rounding errors need a memory
+    "wire": ("auto", lambda parts: parts.memory.name == "none" or not FEW_BITS.met(parts)),
 }
 #: Tensors below this size (norms, biases) are a small share of the bytes; dense ones are never stale.
 SMALL = 512

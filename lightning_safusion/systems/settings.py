@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -131,5 +132,6 @@ def engine_settings(
     chosen = own | {name: value for name, value in given.items() if name in own}
     parts = {name: _RESOLVERS[name](value) if name in _RESOLVERS else value for name, value in chosen.items()}
     if row.name == DEFAULT:
-        parts |= {name: plain for name, (plain, where) in GIVES_WAY.items() if name not in given and where(parts)}
+        made = SimpleNamespace(**parts)
+        parts |= {name: plain for name, (plain, where) in GIVES_WAY.items() if name not in given and where(made)}
     return EngineSettings(**parts)
