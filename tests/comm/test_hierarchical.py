@@ -246,7 +246,7 @@ def test_nodes_are_those_of_the_job(collective: str) -> None:
 def test_what_does_not_go_together_is_refused(collective: str) -> None:
     with pytest.raises(ValueError, match="needs compressor='topk' .* got compressor='gaussiank'"):
         SAFusionStrategy(collective=collective, compressor="gaussiank")
-    with pytest.raises(ValueError, match="fusion='naive' has no buffers .* it needs a collective other than"):
+    with pytest.raises(ValueError, match="fusion='naive' fills buffers .* a collective other than"):
         SAFusionStrategy(collective=collective, fusion="naive")
 
 
