@@ -1,12 +1,14 @@
 """A bound on the processor time of a run (``--budget MINUTES``), and what the most costly tests have taken of it.
 
 Processor time, user and system, of the processes of pytest and of all that they have started and awaited: unlike the
-time by the clock, it hardly depends on what else the machine does.
+time by the clock, it depends little on what else the machine does. Budgets are minutes of a core that runs Python as
+fast as the reference; a slower core, or one whose other half is busy, has more of them.
 """
 
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Generator
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 LIMIT = 3.0  # seconds of a quick test that is not marked costly
 _KEY = "processor_seconds"
+_ITERATIONS, _REFERENCE = 2_000_000, 0.07  # of a Python loop, and the seconds that it takes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,12 +39,21 @@ def processor_seconds(children: bool = True) -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, of))
 
 
+def slowness() -> float:
+    """How many times longer than the reference this core takes now; at least 1."""
+    begin, total = time.process_time(), 0
+    for number in range(_ITERATIONS):
+        total += number
+    return max(1.0, (time.process_time() - begin) / _REFERENCE)
+
+
 class Budget:
     """Measures in each worker of xdist; the process that started them adds up and judges."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.minutes: float = config.getoption("budget")
+        self.slowness: float = slowness()
         self.tests: dict[str, float] = {}
         self.too_costly: dict[str, float] = {}
         self.workers: list[float] = []
@@ -62,7 +74,7 @@ class Budget:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         seconds = self.tests.get(report.nodeid, 0.0) + dict(report.user_properties).get(_KEY, 0.0)
         self.tests[report.nodeid] = seconds
-        if seconds > LIMIT and not {"slow", "costly"} & report.keywords.keys():
+        if seconds > LIMIT * self.slowness and not {"slow", "costly"} & report.keywords.keys():
             self.too_costly[report.nodeid] = seconds
 
     @pytest.hookimpl(optionalhook=True)
@@ -75,22 +87,32 @@ class Budget:
         """Seconds of all processes; workers are not counted twice, whether they have been awaited or not."""
         return processor_seconds(children=not self.workers) + sum(self.workers)
 
+    @property
+    def allowed(self) -> float:
+        """Seconds that all processes may take on this machine."""
+        return 60 * self.minutes * self.slowness
+
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.slowness = (self.slowness + slowness()) / 2
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput[_KEY] = self.total
-        elif self.total > 60 * self.minutes and session.exitstatus == pytest.ExitCode.OK:
+        elif self.total > self.allowed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         show, total = terminalreporter.write_line, self.total
         terminalreporter.section("processor time")
         rest = (total - sum(self.tests.values())) / 60
-        show(f"{total / 60:.1f} minutes, at most {self.minutes:g}; {rest:.1f} of them for imports and collection")
+        show(
+            f"{total / 60:.1f} minutes, at most {self.allowed / 60:.3g}; {rest:.1f} of them for imports and collection"
+        )
+        if self.slowness > 1.1:
+            show(f"This machine takes {self.slowness:.1f} times as long as the one that budgets are made for.")
         for test in sorted(self.tests, key=self.tests.__getitem__, reverse=True)[:10]:
             show(f"{self.tests[test]:7.2f} s  {test}")
         if self.too_costly:
             show(f"Quick tests above {LIMIT:g} s. Make them cheaper, or mark them slow (or costly, with a reason):")
         for test, seconds in self.too_costly.items():
             show(f"{seconds:7.2f} s  {test}", yellow=True)
-        if total > 60 * self.minutes:
+        if total > self.allowed:
             show("The tests take more processor time than their budget: make the most costly ones cheaper.", red=True)

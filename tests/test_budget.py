@@ -40,7 +40,8 @@ def test_sleeps():
 """
 
 
-def _run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
+def _run(pytester: pytest.Pytester, *options: str, slowness: float = 1.0) -> pytest.RunResult:
+    pytester.makeconftest(f"from tests import budget\n\nbudget.LIMIT, budget.slowness = 0.3, lambda: {slowness}")
     pytester.makeini("[pytest]\nmarkers =\n  slow: takes long")
     pytester.makepyfile(FILE)
     return pytester.runpytest_subprocess("-p", "tests.budget", "-p", "xdist", *options)
@@ -53,7 +54,6 @@ def _few_imports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_within_its_budget_succeeds_and_shows_what_is_costly(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest("from tests import budget\n\nbudget.LIMIT = 0.3")
     run = _run(pytester, "--budget", "1")
     assert run.ret == pytest.ExitCode.OK
     run.stdout.fnmatch_lines(["0.? minutes, at most 1; *", "* 0.4? s  *::test_child_burns", "* 0.2? s  *::test_burns"])
@@ -66,3 +66,9 @@ def test_a_run_above_its_budget_fails(pytester: pytest.Pytester) -> None:
     run = _run(pytester, "--budget", "0.0099", "-n", "1")  # 0.59 s, and the tests take 0.6
     assert run.ret == pytest.ExitCode.TESTS_FAILED
     run.stdout.fnmatch_lines(["*more processor time than their budget*", "*3 passed*"])
+
+
+def test_a_slow_machine_has_more_time(pytester: pytest.Pytester) -> None:
+    run = _run(pytester, "--budget", "0.0099", "-n", "1", slowness=100.0)
+    assert run.ret == pytest.ExitCode.OK
+    run.stdout.fnmatch_lines(["*takes 100.0 times as long*"])
