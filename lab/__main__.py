@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from safusion_command import run
-
 #: Each study: the function that runs it, and what it shows, in a line.
 STUDIES = {
     "accuracy": ("lab.accuracy.study:accuracy", "How long systems train until they are nearly as good as DDP."),
@@ -49,6 +47,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
         gpu(given[1:])
     else:
+        from safusion_command import run
+
         run("python -m lab", about, STUDIES, given)
 
 

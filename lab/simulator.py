@@ -101,7 +101,7 @@ def compare(name: str, rate: str, folder: Path) -> list[Comparison]:
     run, rhythm = pickle.loads((folder / _RUN).read_bytes())  # noqa: S301 (written by this benchmark)
     trace, costs = fit_run(run, rhythm)
     trace.save(folder / "trace.json")
-    costs.calibration.save(folder / "calibration.json")
+    costs.save(folder / "calibration.json")
     label = f"{name}: {task.trace.name}" if task.trace is not None else name
     return [
         Comparison(label, workers, rate, row.system, row.step_s, predict(row.system, trace, costs, task.density))

@@ -2,7 +2,8 @@
 
 Processor time, user and system, of the processes of pytest and of all that they have started and awaited: unlike the
 time by the clock, it depends little on what else the machine does. Budgets are minutes of a core that runs Python as
-fast as the reference; a slower core, or one whose other half is busy, has more of them.
+fast as the reference; a slower core, or one whose other half is busy, has more of them. How slow it is, is measured
+between tests, beside those of the other workers: a core that is alone tells nothing about one that shares its caches.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Generator
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 LIMIT = 3.0  # seconds of a quick test that is not marked costly
 _KEY = "processor_seconds"
-_ITERATIONS, _REFERENCE = 2_000_000, 0.07  # of a Python loop, and the seconds that it takes
+_SLOWNESS = "slowness"
+_ITERATIONS, _REFERENCE = 1_000_000, 0.035  # of a Python loop, and the seconds that it takes
+_EVERY = 20.0  # seconds between two measurements
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,9 +57,11 @@ class Budget:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.minutes: float = config.getoption("budget")
-        self.slowness: float = slowness()
+        self.measured: list[float] = [slowness()]  # how slow this process's core was
+        self.measured_at = time.monotonic()
+        self.elsewhere: list[float] = []  # means of the workers
         self.tests: dict[str, float] = {}
-        self.too_costly: dict[str, float] = {}
+        self.judged: set[str] = set()  # quick tests that are not marked costly
         self.workers: list[float] = []
         self.last = processor_seconds()
 
@@ -66,21 +72,30 @@ class Budget:
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """What has been used since the report before: of a test's set-up, call or end, fixtures included."""
         report = yield
-        now = processor_seconds()
-        report.user_properties.append((_KEY, now - self.last))
-        self.last = now
+        report.user_properties.append((_KEY, processor_seconds() - self.last))
+        if time.monotonic() - self.measured_at > _EVERY:
+            self.measured.append(slowness())
+            self.measured_at = time.monotonic()
+        self.last = processor_seconds()
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         seconds = self.tests.get(report.nodeid, 0.0) + dict(report.user_properties).get(_KEY, 0.0)
         self.tests[report.nodeid] = seconds
-        if seconds > LIMIT * self.slowness and not {"slow", "costly"} & report.keywords.keys():
-            self.too_costly[report.nodeid] = seconds
+        if not {"slow", "costly"} & report.keywords.keys():
+            self.judged.add(report.nodeid)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         # without an output the worker has crashed, and the run fails anyway
-        self.workers.append(getattr(node, "workeroutput", {}).get(_KEY, 0.0))
+        output = getattr(node, "workeroutput", {})
+        self.workers.append(output.get(_KEY, 0.0))
+        self.elsewhere.append(output.get(_SLOWNESS, 1.0))
+
+    @property
+    def slowness(self) -> float:
+        """How many times longer than the reference the cores of all workers took, on average."""
+        return fmean(self.elsewhere or self.measured)
 
     @property
     def total(self) -> float:
@@ -93,9 +108,8 @@ class Budget:
         return 60 * self.minutes * self.slowness
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.slowness = (self.slowness + slowness()) / 2
         if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput[_KEY] = self.total
+            self.config.workeroutput.update({_KEY: self.total, _SLOWNESS: self.slowness})
         elif self.total > self.allowed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -110,9 +124,10 @@ class Budget:
             show(f"This machine takes {self.slowness:.1f} times as long as the one that budgets are made for.")
         for test in sorted(self.tests, key=self.tests.__getitem__, reverse=True)[:10]:
             show(f"{self.tests[test]:7.2f} s  {test}")
-        if self.too_costly:
+        too_costly = {test: self.tests[test] for test in self.judged if self.tests[test] > LIMIT * self.slowness}
+        if too_costly:
             show(f"Quick tests above {LIMIT:g} s. Make them cheaper, or mark them slow (or costly, with a reason):")
-        for test, seconds in self.too_costly.items():
+        for test, seconds in too_costly.items():
             show(f"{seconds:7.2f} s  {test}", yellow=True)
         if total > self.allowed:
             show("The tests take more processor time than their budget: make the most costly ones cheaper.", red=True)

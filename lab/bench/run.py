@@ -102,7 +102,7 @@ def bench(
                     suffix = f"{rate or 'loopback'}-{share:g}.json"
                     recorded, costs = fit_run(run, rhythm)
                     recorded.save(output / f"trace-{suffix}")
-                    costs.calibration.save(output / f"calibration-{suffix}")
+                    costs.save(output / f"calibration-{suffix}")
                     console.print(f"costs and trace of this job on these workers: calibration-{suffix}, trace-{suffix}")
                 tables.append((conditions, summarize(run.blocks)))
                 console.print(build_table(tables[-1][1], conditions))

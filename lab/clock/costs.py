@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -104,6 +105,15 @@ class HostCosts:
 
     calibration: Calibration
     host: Host
+
+    def save(self, path: Path) -> None:
+        """Writes what ``safusion plan`` reads: its collectives have no queue."""
+
+        def alone(times: CollectiveTimes) -> CollectiveTimes:
+            return CollectiveTimes(tuple(CollectiveSample(each.nbytes, each.seconds) for each in times.samples))
+
+        known = self.calibration
+        replace(known, allgather=alone(known.allgather), allreduce=alone(known.allreduce)).save(path)
 
 
 @dataclass(frozen=True)
