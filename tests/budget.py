@@ -12,6 +12,7 @@ import resource
 import time
 from collections.abc import Generator
 from statistics import fmean
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ class Budget:
         self.config = config
         self.minutes: float = config.getoption("budget")
         self.measured: list[float] = [slowness()]  # how slow this process's core was
-        self.measured_at = time.monotonic()
+        self.measured_at = monotonic()
         self.elsewhere: list[float] = []  # means of the workers
         self.tests: dict[str, float] = {}
         self.judged: set[str] = set()  # quick tests that are not marked costly
@@ -73,9 +74,9 @@ class Budget:
         """What has been used since the report before: of a test's set-up, call or end, fixtures included."""
         report = yield
         report.user_properties.append((_KEY, processor_seconds() - self.last))
-        if time.monotonic() - self.measured_at > _EVERY:
+        if monotonic() - self.measured_at > _EVERY:
             self.measured.append(slowness())
-            self.measured_at = time.monotonic()
+            self.measured_at = monotonic()
         self.last = processor_seconds()
         return report
 

@@ -195,7 +195,8 @@ def test_the_requeue_signal_is_the_cluster_environments(environment: Any, deferr
 def test_a_second_interrupt_ends_at_once_and_one_that_is_passed_on_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = SimpleNamespace(notices=Notices(), transport=SimpleNamespace(rank=1))
     now = iter([0.0, 0.5, 2.0])
-    monkeypatch.setattr("lightning_safusion.integration.signals.time.monotonic", lambda: next(now))
+    clock = SimpleNamespace(monotonic=lambda: next(now))  # not that of all modules: other threads look at it
+    monkeypatch.setattr("lightning_safusion.integration.signals.time", clock)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         deferred = DeferredSignals(lambda: engine)
