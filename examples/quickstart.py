@@ -28,7 +28,7 @@ class Regression(LightningModule):
 
     def on_train_end(self) -> None:
         if self.trainer.is_global_zero and isinstance(self.trainer.strategy, SAFusionStrategy):
-            report = self.trainer.strategy.report()
+            report = self.trainer.strategy.figures()
             if report["plain_ddp"]:  # no network to speak of between two processes of one machine
                 print(f"plain DDP took over: {report['plain_ddp']} (collective='allgather' keeps every buffer sparse)")
                 return

@@ -65,8 +65,8 @@ def wrapped(tensors: int, width: int, hook: str, sparse: float, per_buffer: int)
         )
         specs = specs_from_parameters(parameters)
         measure = not per_buffer
-        controller = build_engine(settings, specs, TorchTransport(), torch.device("cpu"), JobTraits(measure=measure))
-        ddp.register_comm_hook(None, DDPHook(controller, [p for _, p in parameters]).run)
+        engine = build_engine(settings, specs, TorchTransport(), torch.device("cpu"), JobTraits(measure=measure))
+        ddp.register_comm_hook(None, DDPHook(engine, [p for _, p in parameters]).run)
     data = torch.randn(4, width)
 
     def step() -> float:

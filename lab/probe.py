@@ -166,9 +166,9 @@ class ConvergenceProbe(StepSampler[ConvergenceFigures]):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        controller = self._strategy(trainer).controller
-        if self._sampling and controller is not None:
-            self._before = by_index(controller.space.accumulated(), controller.space.layout)
+        engine = self._strategy(trainer).engine
+        if self._sampling and engine is not None:
+            self._before = by_index(engine.space.accumulated(), engine.space.layout)
 
     @override
     def _measure(self, strategy: SAFusionStrategy) -> ConvergenceFigures | None:

@@ -85,7 +85,7 @@ class Cluster:
         self.transports = local_transports(world_size, timeout=60.0)
         self.pool = ThreadPoolExecutor(world_size)
         self.settings = [make_settings() for _ in range(world_size)]
-        self.controllers: list[Engine] = self.each(
+        self.engines: list[Engine] = self.each(
             lambda rank: build_engine(
                 self.settings[rank],
                 self.specs,
@@ -107,8 +107,8 @@ class Cluster:
             for _ in range(2 - rank):
                 try:
                     for index in self.order:
-                        self.controllers[rank].push(index, grads[rank][index].clone())
-                    self.controllers[rank].drain()
+                        self.engines[rank].push(index, grads[rank][index].clone())
+                    self.engines[rank].drain()
                 except (RuntimeError, ValueError) as error:
                     heard.append(str(error))
             return heard
@@ -134,10 +134,10 @@ class Cluster:
 
         def run(rank: int) -> list[Tensor]:
             mine = [grad.clone() for grad in grads[rank]]
-            controller = self.controllers[rank]
+            engine = self.engines[rank]
             for index in order if order is not None else self.order:
-                controller.push(index, mine[index], fresh[rank][index] if fresh is not None else True)
-            controller.drain()
+                engine.push(index, mine[index], fresh[rank][index] if fresh is not None else True)
+            engine.drain()
             return mine
 
         return self.each(run)
@@ -155,7 +155,7 @@ class Cluster:
 
     def residual(self, rank: int, index: int) -> Tensor:
         """What a rank still holds back of a tensor, float64."""
-        layout = self.controllers[rank].space.layout
+        layout = self.engines[rank].space.layout
         place = layout.places[index]
         start, stop = int(layout.edges[place]), int(layout.edges[place + 1])
         return self.settings[rank].memory.accumulated(start, stop).double()

@@ -64,8 +64,8 @@ class Ledger(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer.strategy, SAFusionStrategy)
-        assert trainer.strategy.controller is not None
-        residual = local_state(trainer.strategy.controller)["memory"]["residual"]
+        assert trainer.strategy.engine is not None
+        residual = local_state(trainer.strategy.engine)["memory"]["residual"]
         self.held = {name: held.double().clone() for name, held in residual.items()}
 
 

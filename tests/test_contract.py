@@ -143,7 +143,7 @@ def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
         for chosen, trained in ((strategy, model), ("ddp", plain)):
             options = {"max_epochs": 4, "max_steps": steps, "accumulate_grad_batches": accumulate}
             trainer(chosen, **options).fit(trained, classification())
-        report = strategy.report()
+        report = strategy.figures()
         weights = [[p.detach() for p in trained.parameters()] for trained in (model, plain)]
         return report["plain_ddp"], report["bytes_sent"], report["windows"], *weights
 
@@ -195,7 +195,7 @@ def test_plain_ddp_takes_over_from_sparse_windows(kind: str) -> None:
         assert not carried[-1]
         assert deferred[0]
         assert not deferred[-1]  # no message would carry the news of a signal
-        return strategy.report(), actions(strategy), held, [p.detach() for p in model.parameters()]
+        return strategy.figures(), actions(strategy), held, [p.detach() for p in model.parameters()]
 
     (report, decided, held, first), (_, _, _, second) = run_launched(2, run)
     assert "predicted to be faster" in report["plain_ddp"]
@@ -223,7 +223,7 @@ def test_the_engine_goes_on_where_something_is_held_back() -> None:
     def run(rank: int) -> tuple[dict[str, Any], list[str]]:
         strategy = SAFusionStrategy(density=ConstantDensity(0.05), find_unused_parameters=True)
         trainer(strategy, max_epochs=4, limit_train_batches=12).fit(Abandoned(), classification())
-        return strategy.report(), actions(strategy)
+        return strategy.figures(), actions(strategy)
 
     report, decided = run_launched(2, run)[0]
     assert report["plain_ddp"] is None

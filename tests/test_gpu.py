@@ -52,8 +52,8 @@ def train(
     chosen = settings(**({"collective": "allgather"} | options))
     nccl = backend == "nccl"
     specs = specs_from_parameters(params)
-    controller = build_engine(chosen, specs, TorchTransport(), device, JobTraits(measure=False, deferred=nccl))
-    hook = DDPHook(controller, [param for _, param in params])
+    engine = build_engine(chosen, specs, TorchTransport(), device, JobTraits(measure=False, deferred=nccl))
+    hook = DDPHook(engine, [param for _, param in params])
     ddp.register_comm_hook(None, hook.run)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(rank)
@@ -66,7 +66,7 @@ def train(
         optimizer.step()
     if nccl:
         torch.cuda.set_sync_debug_mode("default")
-    controller.settle()
+    engine.settle()
     hook.close()
     return [param.detach().cpu() for param in model.parameters()]
 
@@ -132,8 +132,8 @@ def test_a_trainer_on_one_device_over_nccl(precision: Any) -> None:
     strategy = SAFusionStrategy(compressor="topk", density=0.1, memory="dgc", collective="allgather")
     model = PlainSGD()
     trainer(strategy, accelerator="gpu", devices=1, precision=precision).fit(model, classification())
-    assert strategy.report()["plain_ddp"] is None
-    assert strategy.report()["windows"] > 30
+    assert strategy.figures()["plain_ddp"] is None
+    assert strategy.figures()["windows"] > 30
     assert all(torch.isfinite(param).all() for param in model.parameters())
     assert sum(model.losses[-10:]) < sum(model.losses[:10])
 

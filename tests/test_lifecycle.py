@@ -83,12 +83,12 @@ def test_fit_twice_and_evaluate_in_between() -> None:
         data = classification()
         run.validate(model, data, verbose=False)
         run.fit(model, data, data)
-        assert strategy.report()["windows"] == 5
+        assert strategy.figures()["windows"] == 5
         run.test(model, data, verbose=False)
         assert len(run.predict(model, data)) == 20
         run.fit_loop.max_epochs = 3
         run.fit(model, data, data)
-        return [p.detach() for p in model.parameters()], strategy.report()["windows"]
+        return [p.detach() for p in model.parameters()], strategy.figures()["windows"]
 
     (first, windows), (second, _) = run_launched(2, run)
     assert windows == 10
@@ -184,8 +184,8 @@ class HeldBack(Callback):
     """Notes the residual at the end."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        controller = getattr(trainer.strategy, "controller", None)
-        residual = local_state(controller)["memory"]["residual"] if controller is not None else {}
+        engine = getattr(trainer.strategy, "engine", None)
+        residual = local_state(engine)["memory"]["residual"] if engine is not None else {}
         self.tensors = [held.clone() for held in residual.values()]
 
 

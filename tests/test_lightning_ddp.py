@@ -152,8 +152,8 @@ def test_ignored_parameters_are_left_alone() -> None:
         class Names(SAFusionStrategy):
             def _register_ddp_hooks(self) -> None:
                 super()._register_ddp_hooks()
-                assert self.controller is not None
-                names.extend(spec.name for spec in self.controller.space.layout.specs)
+                assert self.engine is not None
+                names.extend(spec.name for spec in self.engine.space.layout.specs)
 
         trainer(Names(**SPARSE), limit_train_batches=4).fit(model, classification())
         return model.net[0].bias.detach(), names

@@ -74,10 +74,10 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         assert isinstance(trainer.strategy, SAFusionStrategy)
-        controller = trainer.strategy.controller
-        assert controller is not None
-        memory = controller.space.memory
-        self.residuals.append(memory.accumulated(0, controller.space.layout.numel).clone())
+        engine = trainer.strategy.engine
+        assert engine is not None
+        memory = engine.space.memory
+        self.residuals.append(memory.accumulated(0, engine.space.layout.numel).clone())
         self.weights.append(torch.cat([p.detach().flatten() for p in pl_module.parameters()]))
         self.scales.append(trainer.precision_plugin.scaler.get_scale())
 

@@ -1,7 +1,7 @@
 """What each room may import: watching reads records, and nothing reaches into the engine from outside.
 
 Covers: metrics, callbacks, profiling and reports import none of the engine's classes at run time or for types; planning
-    knows nothing of the engine; the strategy names no baseline.
+    knows nothing of the engine; neither the strategy nor its fit names a baseline.
 """
 
 from __future__ import annotations
@@ -56,13 +56,11 @@ def test_planning_knows_nothing_of_the_engine(path: Path) -> None:
     assert not of_the_engine(path)
 
 
-def test_the_strategy_names_no_baseline() -> None:
-    source = (ROOT / "strategy.py").read_text()
-    code = source.replace(ast.get_docstring(ast.parse(source)) or "", "")
-    named = {name for name in imports(ROOT / "strategy.py") if name.startswith("lightning_safusion.baselines")}
+def test_a_fit_names_no_baseline() -> None:
+    path = ROOT / "integration/fit.py"
+    named = {name for name in imports(path) if name.startswith("lightning_safusion.baselines")}
     assert named == {"lightning_safusion.baselines", "lightning_safusion.baselines.hook_exchange"}
-    assert "Elastic" not in code
-    assert "Dear(" not in code
+    assert not {name for name in imports(ROOT / "strategy.py") if name.startswith("lightning_safusion.baselines")}
 
 
 def test_training_imports_neither_tools_nor_laboratory() -> None:

@@ -102,8 +102,8 @@ def each(rank: int, names: Sequence[str]) -> dict[str, Any]:
         held: dict[str, Tensor] = {}
 
         def keep(chosen: SAFusionStrategy = third, held: dict[str, Tensor] = held) -> None:
-            assert chosen.controller is not None
-            held.update(local_state(chosen.controller)["memory"]["residual"])
+            assert chosen.engine is not None
+            held.update(local_state(chosen.engine)["memory"]["residual"])
 
         plain.on_train_end = keep  # type: ignore[method-assign]  # looks at the end of the fit
         trainer(third, limit_train_batches=STEPS, deterministic=True).fit(plain, classification())

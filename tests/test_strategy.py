@@ -37,7 +37,7 @@ class Outcome(Callback):
             {
                 "parameters": [p.detach().clone() for p in pl_module.parameters()],
                 "losses": getattr(pl_module, "losses", []),
-                "report": strategy.report() if isinstance(strategy, SAFusionStrategy) else {},
+                "report": strategy.figures() if isinstance(strategy, SAFusionStrategy) else {},
             },
             self.folder / f"rank{trainer.global_rank}.pt",
         )
@@ -89,7 +89,7 @@ def test_one_worker_trains_like_plain_lightning() -> None:
     trainer(strategy, devices=1, use_distributed_sampler=False).fit(ours, classification())
     trainer("auto", devices=1).fit(plain, classification())
     assert equal(list(ours.parameters()), list(plain.parameters()))
-    assert strategy.report()["plain_ddp"] == "there is one worker, and nothing to exchange"
+    assert strategy.figures()["plain_ddp"] == "there is one worker, and nothing to exchange"
 
 
 def test_accumulation_exchanges_once_per_optimizer_step(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_ddp_is_not_given_a_bucket_size_of_zero(
             assert bucket_cap_mb, "bucket_cap_mb should be set by now"
             super().__init__(*args, bucket_cap_mb=bucket_cap_mb, **options)
 
-    monkeypatch.setattr("lightning_safusion.strategy.DistributedDataParallel", LikeTorch211)
+    monkeypatch.setattr("lightning_safusion.integration.fit.DistributedDataParallel", LikeTorch211)
     ended = fit(tmp_path, SAFusionStrategy(**FORK, **given), max_steps=1)
     assert [rank["report"]["windows"] for rank in ended] == [1, 1]
 
@@ -326,4 +326,12 @@ def test_validation_without_training_needs_no_engine() -> None:
     model.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]  # validates nothing
     strategy = SAFusionStrategy()
     trainer(strategy, devices=1).validate(model, classification(), verbose=False)
-    assert strategy.report()["windows"] == 0
+    assert strategy.figures()["windows"] == 0
+
+
+def test_names_of_before_say_what_they_are_now() -> None:
+    strategy = SAFusionStrategy()
+    with pytest.warns(DeprecationWarning, match="SAFusionStrategy.engine"):
+        assert strategy.controller is strategy.engine
+    with pytest.warns(DeprecationWarning, match=r"SAFusionStrategy.figures\(\)"):
+        assert strategy.report() == strategy.figures()

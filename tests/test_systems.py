@@ -30,7 +30,7 @@ def fit(system: str | None, **options: Any) -> tuple[list[Tensor], list[float], 
     strategy = "ddp" if system is None else SAFusionStrategy(system=system, **options)
     model = TinyClassifier()
     trainer(strategy, max_steps=STEPS).fit(model, classification())
-    report = strategy.report() if isinstance(strategy, SAFusionStrategy) else {}
+    report = strategy.figures() if isinstance(strategy, SAFusionStrategy) else {}
     return [param.detach().clone() for param in model.parameters()], model.losses, report
 
 

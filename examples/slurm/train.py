@@ -71,7 +71,7 @@ class Classifier(LightningModule):
             return
         torch.save(self.state_dict(), Path(self.trainer.default_root_dir) / "final.pt")
         strategy = self.trainer.strategy
-        report = strategy.report() if isinstance(strategy, SAFusionStrategy) else {}
+        report = strategy.figures() if isinstance(strategy, SAFusionStrategy) else {}
         if report.get("plain_ddp") is not None:
             print(f"gradients are left to plain DDP: {report['plain_ddp']}", flush=True)
         elif "bytes_sent" in report:

@@ -254,7 +254,7 @@ class Turns(Callback):
         per_step = (sent - self._sent) / len(self._steps) if sent is not None and self._sent is not None else None
         figures, plan = {}, None
         if isinstance(trainer.strategy, SAFusionStrategy):
-            figures, plan = trainer.strategy.report(), trainer.strategy.plan
+            figures, plan = trainer.strategy.figures(), trainer.strategy.plan
         groups = plan.to_list() if plan is not None else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
         self._pipe.send(Block(tuple(self._steps), figures, per_step, peak, groups))

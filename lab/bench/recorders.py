@@ -201,20 +201,20 @@ class EngineRecorder(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
-        if not isinstance(strategy, SAFusionStrategy) or strategy.controller is None:
+        if not isinstance(strategy, SAFusionStrategy) or strategy.engine is None:
             raise RuntimeError("nothing to calibrate: plain DDP exchanges the gradients. Give a density below 1.")
         strategy.add_observer(self)
-        self._controller = strategy.controller
+        self._controller = strategy.engine
         self._controller.clock = ProcessorClock()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        controller = self._controller
-        if controller is not None and self._number % self._every == 0 and controller.order_known:
-            total, each = len(controller.space.layout), _TOUR[self._number // self._every % len(_TOUR)]
-            pricer = GroupPricer(controller.planner.costs(controller.space.shape))
+        engine = self._controller
+        if engine is not None and self._number % self._every == 0 and engine.order_known:
+            total, each = len(engine.space.layout), _TOUR[self._number // self._every % len(_TOUR)]
+            pricer = GroupPricer(engine.planner.costs(engine.space.shape))
             plan = pricer.plan([*range(each, total, each), total])
-            controller.planner.use(plan, controller.space.shape)
+            engine.planner.use(plan, engine.space.shape)
         self._events, self._process, self._begin = None, time.process_time(), time.thread_time()
 
     @override

@@ -75,9 +75,9 @@ class BehindALink(SAFusionStrategy):
 
     def _register_ddp_hooks(self) -> None:
         super()._register_ddp_hooks()
-        plain = self.controller is None and self._hook_name in (None, "none")
-        if plain and self._ddp is not None:  # DDP's own all-reduce passes no link
-            self._ddp.register_comm_hook(None, allreduce_hook)
+        plain = self.engine is None and self._hook in (None, "none")
+        if plain and self._fit.ddp is not None:  # DDP's own all-reduce passes no link
+            self._fit.ddp.register_comm_hook(None, allreduce_hook)
 
 
 class Timed(Callback):
@@ -156,7 +156,7 @@ def measured(place: Device, network: Network, name: str, system: str) -> tuple[T
     with network.installed():
         trainer.fit(model, DataLoader(range(10_000)))  # type: ignore[arg-type]  # a range is a dataset
     peak = torch.cuda.max_memory_allocated(place.device) if place.cuda else 0
-    replaced = "" if hook else strategy.report()["plain_ddp"] or ""
+    replaced = "" if hook else strategy.figures()["plain_ddp"] or ""
     return timed, model.samples, peak, replaced
 
 

@@ -171,7 +171,7 @@ class Steps(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.place.wait()
         if isinstance(trainer.strategy, SAFusionStrategy):
-            self.plain_ddp = trainer.strategy.report()["plain_ddp"]
+            self.plain_ddp = trainer.strategy.figures()["plain_ddp"]
         step = 0
         for phase, times in zip(self.phases, self.times, strict=True):
             for each in range(step + phase.warm, step + phase.warm + phase.timed):

@@ -181,7 +181,7 @@ def job(place: Device, trial: Trial, recipe: Recipe, opens: bool = True) -> Iter
     optimizers = make_optimizers(task, scheme, training.params)
     with closing(averager_of(task, scheme, specs, training.order, optimizers, place.device, deferred=True)) as averager:
         averager.carry_momentum(optimizers, training.params)
-        for engine in averager.controllers if isinstance(averager, Engines) else ():
+        for engine in averager.by_worker if isinstance(averager, Engines) else ():
             engine.fused.serves = True  # in the interpreter too
             engine.density.opens &= opens
         yield Job(training, averager, optimizers, recipe.lr * recipe.factor)

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from lab.tasks import Task
 from lab.tasks.data import Text
 from lab.tasks.deep import BytePredictor
-from lab.virtual.training import descend, ready_order
+from lab.virtual.training import descend, ready_order, set_rate
 from lab.virtual.workers import Averager
 
 
@@ -76,8 +76,9 @@ class BatchedTraining:
         Returns:
             The loss before the step, mean over workers, on the device.
         """
+        set_rate(self.task, optimizers, lr, number)
         losses = self.backward(number)
-        descend(self.task, self.params, averager.average(self._own), optimizers, lr, number)
+        descend(self.task, self.params, averager.average(self._own), optimizers)
         return losses.mean()
 
     def backward(self, number: int) -> Tensor:

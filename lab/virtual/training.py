@@ -53,6 +53,7 @@ class VirtualTraining:
         Returns:
             The loss before the step, mean over workers.
         """
+        set_rate(self.task, optimizers, lr, number)
         gradients, losses = [], []
         for batches in self._shards(number):
             losses.append(sum(self._backward(batch) for batch in batches))
@@ -60,7 +61,7 @@ class VirtualTraining:
         mean_loss = fmean(losses)
         if not math.isfinite(mean_loss):
             return mean_loss
-        descend(self.task, self.params, averager.average(gradients), optimizers, lr, number)
+        descend(self.task, self.params, averager.average(gradients), optimizers)
         if self._average is not None:
             self._average.update_parameters(self.model)
         return mean_loss
@@ -107,13 +108,27 @@ class VirtualTraining:
             return evaluate(self.task, self._average or self.model, self._data)
 
 
+def set_rate(task: Task, optimizers: Sequence[Optimizer], lr: float, step: int) -> None:
+    """Sets learning rates, and momenta that have a schedule, as a scheduler does after the step before.
+
+    Args:
+        task: What is trained.
+        optimizers: Of its parameters.
+        lr: Largest learning rate of the whole training.
+        step: The coming one, from 0.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"], group["lr"] = lr, lr * task.rate(step)
+            if task.schedule == "onecycle":
+                group["betas"] = task.beta1(step), group["betas"][1]
+
+
 def descend(
     task: Task,
     params: Sequence[nn.Parameter],
     means: Sequence[Tensor],
     optimizers: Sequence[Optimizer],
-    lr: float,
-    step: int,
 ) -> None:
     """Clips the means as the task says, and steps along them.
 
@@ -122,8 +137,6 @@ def descend(
         params: Its parameters.
         means: Of the workers' gradients, flat.
         optimizers: Of the parameters.
-        lr: Largest learning rate of the whole training.
-        step: Decides its share of the learning rate, and the momentum where that has a schedule.
     """
     for param, mean in zip(params, means, strict=True):
         param.grad = mean.view_as(param)
@@ -132,10 +145,6 @@ def descend(
     if task.clip_value is not None:
         nn.utils.clip_grad_value_(params, task.clip_value)
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * task.rate(step)
-            if task.schedule == "onecycle":
-                group["betas"] = task.beta1(step), group["betas"][1]
         optimizer.step()
     for param in params:
         param.grad = None

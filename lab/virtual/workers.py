@@ -157,7 +157,7 @@ class Engines(Averager):
         settings = [suited(make_settings(), optimizers) for _ in range(workers)]
         # exchanges in several phases wait for each other while they are launched
         self._waiting = issubclass(settings[0].collective_over(workers).exchange, MultiPhaseExchange)
-        self.controllers: list[Engine] = list(
+        self.by_worker: list[Engine] = list(
             self._pool.map(
                 lambda rank: build_engine(
                     settings[rank], specs, transports[rank], device, JobTraits(measure=False, deferred=deferred)
@@ -165,11 +165,11 @@ class Engines(Averager):
                 range(workers),
             )
         )
-        for engine in self.controllers if deferred else ():
+        for engine in self.by_worker if deferred else ():
             engine.launching.lane, engine._endings[-1] = Lane(_CPU), _LateEnding(device, engine.fused)
 
     def average(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        ranks, first = range(len(gradients)), self.controllers[0]
+        ranks, first = range(len(gradients)), self.by_worker[0]
         at_end = first._reviews_at_end or first.dense or self._waiting
         if at_end and self.agrees():
             list(self._pool.map(self._window, ranks, gradients))
@@ -178,12 +178,12 @@ class Engines(Averager):
                 list(self._pool.map(self._push, ranks, gradients, repeat(slice(1))))
             for rank, mine in enumerate(gradients):
                 self._push(rank, mine, slice(0 if at_end else 1, None))
-            for controller in self.controllers:
-                controller.drain()
+            for engine in self.by_worker:
+                engine.drain()
         if self._steps % _COMPARED_EVERY == 0:
             self._compare(gradients)
         self._steps += 1
-        if (report := self.controllers[0].record) is not None:
+        if (report := self.by_worker[0].record) is not None:
             self.bytes_sent = report.bytes_sent
         return gradients[0]
 
@@ -192,20 +192,20 @@ class Engines(Averager):
 
         Otherwise one thread serves all of them, which is faster: messages of all are sent before any is waited for.
         """
-        controller = self.controllers[0]
-        density = controller.next_density
-        reviews = controller.space.shares_due(controller.windows)
-        planned = controller.planner.current is not None and density == controller.space.quotas.density
+        engine = self.by_worker[0]
+        density = engine.next_density
+        reviews = engine.space.shares_due(engine.windows)
+        planned = engine.planner.current is not None and density == engine.space.quotas.density
         return self._waiting or reviews or not planned
 
     def _window(self, rank: int, gradients: Sequence[Tensor]) -> None:
         self._push(rank, gradients, slice(None))
-        self.controllers[rank].drain()
+        self.by_worker[rank].drain()
 
     def _push(self, rank: int, gradients: Sequence[Tensor], part: slice) -> None:
         """Gives a worker's engine a part of its gradients, in their order."""
         for index in self.order[part]:
-            self.controllers[rank].push(index, gradients[index])
+            self.by_worker[rank].push(index, gradients[index])
 
     def _compare(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Raises if workers did not all get the same, bit for bit; a device is read once."""
@@ -216,23 +216,23 @@ class Engines(Averager):
         ]
         for place in torch.stack(differs).nonzero().flatten().tolist()[:1]:
             rank, index = divmod(place, len(gradients[0]))
-            name = next(s.name for s in self.controllers[0].space.layout.specs if s.index == index)
+            name = next(s.name for s in self.by_worker[0].space.layout.specs if s.index == index)
             raise RuntimeError(
                 f"step {self._steps}: worker {rank} has another mean of {name} than worker 0: replicas would diverge"
             )
 
     def carry_momentum(self, optimizers: Sequence[Optimizer], params: Sequence[Tensor]) -> None:
         index = {id(param): place for place, param in enumerate(params)}
-        first = self.controllers[0]
+        first = self.by_worker[0]
 
         def carried(param: Tensor) -> bool:
             return first.record is not None and index[id(param)] in first.record.selected_from
 
-        self._switches, _, _ = fit_to_optimizers(self.controllers, self._settings, optimizers, params, carried)
+        self._switches, _, _ = fit_to_optimizers(self.by_worker, self._settings, optimizers, params, carried)
 
     def figures(self) -> TensorFigures:
         """What the latest step did to every tensor, summed over workers."""
-        records = [controller.record for controller in self.controllers]
+        records = [engine.record for engine in self.by_worker]
         known = [window_figures(record) for record in records if record is not None]
         return TensorFigures(known[0].names, torch.stack([each.sums for each in known]).sum(0))
 

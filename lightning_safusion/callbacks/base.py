@@ -143,7 +143,7 @@ class StepSampler(StrategyCallback, Generic[_F]):
             self._plan(trainer)
             self._log(trainer, self._values(figures, trainer.fit_loop.epoch_loop._batches_that_stepped))
         elif self._sampling and not self._said and _latest_window(strategy) is None:
-            reason = strategy.report()["plain_ddp"]
+            reason = strategy.figures()["plain_ddp"]
             if reason is not None:
                 self._say(f"samples nothing from here on: plain DDP sends every tensor dense ({reason})")
 

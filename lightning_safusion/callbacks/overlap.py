@@ -149,7 +149,7 @@ class OverlapProfiler(StrategyCallback):
 
     def _follow(self, strategy: SAFusionStrategy) -> None:
         """Observes the next step, if that is recorded."""
-        engine = strategy.controller
+        engine = strategy.engine
         if engine is not None and engine.dense:
             self._dense = self._count + 1
         self._recording = self._records(self._count)
@@ -231,7 +231,7 @@ class OverlapProfiler(StrategyCallback):
         self.figures = RankFigures(tuple(StepFigures(*row) for row in everyone.tolist()))
         if self._clocks[0].any():  # clocks of several hosts drift apart
             self._clocks = clock_offsets(meet(strategy.root_device))
-        reason = strategy.report()["plain_ddp"]
+        reason = strategy.figures()["plain_ddp"]
         if reason is not None and not any(engine[-1:]):
             self._say(f"times phases, and no exchange: plain DDP is used, because {reason}")
         last = self._first + self._reported - 1  # the last step that the figures are of
@@ -281,7 +281,7 @@ class OverlapProfiler(StrategyCallback):
 
     def _summary(self, trainer: Trainer, figures: RankFigures) -> Overlap:
         strategy = self._strategy(trainer)
-        report = strategy.report()
+        report = strategy.figures()
         offsets, errors = (values.tolist() for values in self._clocks)
         return Overlap(
             run=self._run,

@@ -82,7 +82,7 @@ class TraceRecorder(StrategyCallback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = self._strategy(trainer)
-        reason = strategy.report()["plain_ddp"]
+        reason = strategy.figures()["plain_ddp"]
         if reason is not None:
             rank_zero_warn(f"TraceRecorder records nothing, for gradients are not seen: {reason}. Use system='wfbp'.")
         elif trainer.is_global_zero:
@@ -103,7 +103,7 @@ class TraceRecorder(StrategyCallback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        engine = self._strategy(trainer).controller
+        engine = self._strategy(trainer).engine
         if self._handles and engine is None:
             self._finish(trainer)  # plain DDP has taken over
         # what a dense step exchanges has no times of its own, and would count as the optimizer's
@@ -139,7 +139,7 @@ class TraceRecorder(StrategyCallback):
         self._release(strategy)
         steps = [times for marks in self._marked if (times := _times(marks, self._windows, clock)) is not None]
         steps = steps[: self.record_steps]
-        reason = strategy.report()["plain_ddp"]
+        reason = strategy.figures()["plain_ddp"]
         unseen = "" if reason is None else f" Gradients are no longer seen: {reason}; system='wfbp' shows them all."
         if not steps:
             rank_zero_warn(

@@ -117,7 +117,7 @@ class BufferSizeTuner(StrategyCallback):
             self._say_idle(strategy)  # plain DDP has taken over
 
     def _say_idle(self, strategy: SAFusionStrategy) -> None:
-        aside = strategy.report()["plain_ddp"]
+        aside = strategy.figures()["plain_ddp"]
         if aside is not None:
             self._say(f"tunes nothing: plain DDP is used, because {aside}")
         elif torch.are_deterministic_algorithms_enabled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -17,6 +18,7 @@ from lightning_safusion.fusion.ending.overflow import OverflowGuard
 from lightning_safusion.fusion.ending.undecided import OptimizerSteps, Undecided
 from lightning_safusion.fusion.events import Observer, WindowEvents, clock_for
 from lightning_safusion.fusion.launching.planned import Launching
+from lightning_safusion.fusion.opening import FirstWindows
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.record import WindowRecord
 from lightning_safusion.fusion.window import Notices, Window
@@ -59,7 +61,7 @@ class Engine:
         self.transport = self.planner.transport
         self.fused = launching.fused  #: the kernels of buffers that have some
         self.density = density
-        self.opening: Opening | None = None  #: of schedules that open
+        self.first_windows = FirstWindows()  #: of schedules that open
         self.overlap = overlap
         self.windows = 0  #: windows drained so far
         self.epoch = 0  #: for the density schedule
@@ -97,14 +99,15 @@ class Engine:
         self.observers = self.observers if observers is None else observers
         self.loss_scale = loss_scale or self.loss_scale
 
-    def open_with(self, opening: Opening | None, dense: bool) -> None:
+    def open_with(self, opening: Opening | None, dense: bool, rate: Callable[[], float]) -> None:
         """How the first windows differ from later ones, where the density schedule opens.
 
         Args:
             opening: Of the density.
             dense: The first window may be averaged as DDP does; if not, it never is again.
+            rate: Share of the largest learning rate that the coming step has, in (0, 1].
         """
-        self.opening = opening
+        self.first_windows.opening, self.first_windows.rate = opening, rate
         self.launching.dense_first &= dense
 
     def begin_backward(self, epoch: int) -> None:
@@ -112,14 +115,16 @@ class Engine:
         self.finish()
         self.epoch = epoch
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, Any]:
         """What another engine of the same job goes on counting: for :meth:`resume`."""
-        return {name: getattr(self, name) for name in _COUNTERS} | vars(self.notices)
+        counted = {name: getattr(self, name) for name in _COUNTERS}
+        return counted | vars(self.notices) | {"first_windows": self.first_windows.state_dict()}
 
-    def resume(self, counters: Mapping[str, int]) -> None:
+    def resume(self, counters: Mapping[str, Any]) -> None:
         """Goes on counting where another engine of the same job has stopped."""
         for name in _COUNTERS:
             setattr(self, name, counters[name])
+        self.first_windows.load_state_dict(counters["first_windows"])
         self.notices = Notices(counters["own"], counters["heard"])
 
     def restart(self, windows: int) -> None:
@@ -147,7 +152,7 @@ class Engine:
     def next_density(self) -> float:
         """Density of the next window."""
         density = self._scheduled
-        return max(density, self.opening(self.windows)) if self.opening and self.density.opens else density
+        return max(density, self.first_windows.density(self.windows)) if self.density.opens else density
 
     @property
     def _scheduled(self) -> float:
@@ -206,6 +211,7 @@ class Engine:
             self._overflow.reset(together=True)
         self.space.review_shares(self.windows - 1)
         self.between = False
+        self.first_windows.tell(self.notices)
         density = self.next_density
         if density != self.space.quotas.density:
             self.space.set_density(density)
@@ -282,6 +288,7 @@ class Engine:
         self.order_known |= self.windows > 0 and not self._first
         self._first = False
         self.windows += 1
+        self.first_windows.count()
         if self._reviews_at_end:
             self.space.review_shares(self.windows - 1)
 
@@ -326,6 +333,7 @@ class Engine:
             raise outcome.backward.error or RuntimeError(
                 "another rank could not select its gradients in this step; see that rank's own error"
             )
+        self.first_windows.hear(self.notices, outcome.backward.step + 1)
 
     def _exchanged(self, backward: BackwardPass) -> np.ndarray:
         """Registration indices of the tensors whose gradients a window has exchanged."""

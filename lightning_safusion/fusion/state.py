@@ -21,6 +21,7 @@ def common_state(engine: Engine) -> dict[str, Any]:
     engine.settle()
     return {
         "windows": engine.windows,
+        "first_windows": engine.first_windows.state_dict(),  # rank 0's
         "density": engine.space.quotas.density,
         "tensors": [spec.name for spec in engine.space.layout.specs],
         "order_known": engine.order_known,
@@ -40,6 +41,10 @@ def restore_common(engine: Engine, state: Mapping[str, Any], same_job: bool = Tr
     """
     space = engine.space
     engine.restart(int(state["windows"]))
+    if "first_windows" in state:
+        engine.first_windows.load_state_dict(state["first_windows"])
+    else:  # an older checkpoint
+        engine.first_windows.ignore_rate()
     places = {spec.name: place for place, spec in enumerate(space.layout.specs)}
     if sorted(places) != sorted(state["tensors"]):
         return

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -15,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.integration.pace import Pace
+from lightning_safusion.integration.pace import Pace, risen
 from lightning_safusion.integration.units import (
     ADAPTIVE,
     compares_updates,
@@ -33,6 +35,8 @@ _ADAPTIVE_UP_TO, _SGD_UP_TO = 0.25, 0.02
 _BY_GRADIENT, _BY_UPDATE = 2, 4
 # At a density of 0.1 % elements wait for a thousand steps: that long a momentum would be too old (docs/convergence.md).
 _LONGEST = 0.99
+
+_COMPARE = ", and longer in a warm-up, so compare longer runs"
 
 # Orthogonalizes its momentum; torch has it from 2.9 on.
 _MUON: tuple[type[Optimizer], ...] = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
@@ -338,7 +342,7 @@ def _in_the_long_run(density: DensitySchedule, scattered: float, paced: bool) ->
         return ""
     factor, first = Pace(lambda: scattered * lasting).factor, BY_UPDATE.lasts(lasting) if density.opens else 0
     told = f", with steps {factor:.2g} times as large" if paced and factor > 1 else ""
-    return told + (f"; the first {first} steps send more, so compare longer runs" if first else "")
+    return told + (f"; the first {first} steps send more{_COMPARE}" if first else "")
 
 
 def fit_to_optimizers(
@@ -374,9 +378,14 @@ def fit_to_optimizers(
         units = update_units(settings, optimizers, params, carries)
         engine.space.compare_in(units)
         opening = BY_UPDATE if units is not None else BY_GRADIENT if plain else None
-        engine.open_with(opening, dense=units is None)
+        engine.open_with(opening, dense=units is None, rate=partial(risen, WeakSet(optimizers)))
     lasting = density.lasting()
-    if engines[0].opening is BY_GRADIENT and density.opens and lasting is not None and lasting < BY_GRADIENT.density:
+    if (
+        engines[0].first_windows.opening is BY_GRADIENT
+        and density.opens
+        and lasting is not None
+        and lasting < BY_GRADIENT.density
+    ):
         first = BY_GRADIENT.lasts(lasting)
-        note += f"{'; ' if note else ''}the first {first} steps send more than {lasting:.2g}, so compare longer runs"
+        note += f"{'; ' if note else ''}the first {first} steps send more than {lasting:.2g}{_COMPARE}"
     return switches, carries, note

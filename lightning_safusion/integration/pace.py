@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.sparsify.schedule import BY_UPDATE
@@ -51,3 +54,19 @@ class Pace:
         """
         lasting = 1.0 - math.log(self._density()) / math.log(_NONE_KEPT_AT)
         return max(0.0, lasting, _KEPT_AT_FIRST if self._first() else 0.0)
+
+
+def risen(optimizers: Iterable[Optimizer]) -> float:
+    """Share of the largest learning rate of the training that the coming step has, in (0, 1].
+
+    The largest is what schedulers write into an optimizer's groups: ``max_lr`` of ``OneCycleLR``, else ``initial_lr``,
+    from which ``LinearLR`` and ``LambdaLR`` take shares. Without a scheduler, and where a device holds the learning
+    rate, it is the present one.
+    """
+    shares = [
+        group["lr"] / max(group["lr"], group.get("max_lr", 0.0), group.get("initial_lr", 0.0))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if not isinstance(group["lr"], Tensor) and group["lr"] > 0
+    ]
+    return max(shares, default=1.0)

@@ -32,6 +32,7 @@ class Notice(IntFlag):
     TERMINATE = 2  #: it was asked to end (SIGTERM)
     REQUEUE = 4  #: it was asked to save and make room (the requeue signal of a cluster)
     INTERRUPT = 8  #: its user wants it to stop (SIGINT, Ctrl-C)
+    OPENED = 16  #: its first windows, which send the most, have lasted long enough
 
 
 class Positions(IntEnum):

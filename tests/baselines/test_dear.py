@@ -251,7 +251,7 @@ def watched(rank: int) -> tuple[list[list[int]], list[int]]:
     model, gathered = Layers(), []
 
     def listen(trainer: Trainer) -> None:
-        transport: Any = trainer.strategy._transport  # type: ignore[attr-defined]  # of SAFusionStrategy
+        transport: Any = trainer.strategy._fit.transport  # type: ignore[attr-defined]  # of SAFusionStrategy
         launch = transport.all_gather
         transport.all_gather = lambda output, piece: gathered.append(output.numel()) or launch(output, piece)
 

@@ -93,7 +93,7 @@ class Reports(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         assert isinstance(trainer.strategy, SAFusionStrategy)
-        self.reports.append(trainer.strategy.report())
+        self.reports.append(trainer.strategy.figures())
 
 
 def test_rates_agree_with_the_reports_of_all_ranks() -> None:

@@ -82,7 +82,7 @@ class Plans(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         assert isinstance(trainer.strategy, SAFusionStrategy)
-        self.plans.append(trainer.strategy.report()["plan"])
+        self.plans.append(trainer.strategy.figures()["plan"])
         self.told = list(trainer.strategy.decisions)
         costs, numels = trainer.strategy.costs, 0
         self.elements = []

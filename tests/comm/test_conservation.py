@@ -122,7 +122,7 @@ def test_an_owner_that_sends_a_tensor_dense_keeps_no_sums_of_it(collective: str)
     left = [torch.zeros_like(total) for total in given]
     for step in range(3):
         if step == 2:  # on one rank alone its optimizer has not stepped
-            cluster.controllers[0].steps.unstepped[6] = True
+            cluster.engines[0].steps.unstepped[6] = True
         grads = cluster.random_grads(step)
         means = cluster.step(grads)[0]
         for index, mean in enumerate(means):
@@ -137,6 +137,6 @@ def test_an_owner_that_sends_a_tensor_dense_keeps_no_sums_of_it(collective: str)
 def test_nothing_is_lost_where_the_default_takes_shards() -> None:
     cluster = Cluster(16, lambda: settings(quota="auto", wire="q4", density=0.05))
     assert_conserved(cluster)
-    exchanges = [buffer.exchange for buffer in cluster.controllers[0].space.buffers.values()]
+    exchanges = [buffer.exchange for buffer in cluster.engines[0].space.buffers.values()]
     assert any(isinstance(exchange, ShardedExchange) for exchange in exchanges)
     cluster.close()

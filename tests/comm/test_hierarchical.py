@@ -181,8 +181,8 @@ def test_elements_are_compared_in_the_units_of_the_update() -> None:
 def test_under_the_engine_nobody_selects_from_a_part(scope: Any, quota: Any) -> None:
     nodes = [0, 1, 0, 1, 1]
     cluster = Cluster(5, lambda: settings(collective="hierarchical", scope=scope, quota=quota), nodes=nodes)
-    for controller in cluster.controllers:
-        controller.space.selector.sparsifier = _Unused()
+    for engine in cluster.engines:
+        engine.space.selector.sparsifier = _Unused()
     given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
     delivered = [torch.zeros_like(total) for total in given]
     for step in range(4):
@@ -197,7 +197,7 @@ def test_under_the_engine_nobody_selects_from_a_part(scope: Any, quota: Any) -> 
     for index, total in enumerate(given):
         held = sum(cluster.residual(rank, index) for rank in range(5))
         torch.testing.assert_close(delivered[index] + held, total, rtol=1e-5, atol=1e-4)
-    report = cluster.controllers[0].record
+    report = cluster.engines[0].record
     assert report is not None
     figures = report.as_dict()
     assert figures["achieved_density"] > 0.01
@@ -223,12 +223,12 @@ def train(rank: int, collective: str) -> tuple[Any, list[Tensor], int]:
     )
     layout: list[Any] = []
     job = run(strategy, 6, At(3, lambda trainer: layout.append(nodes_of_strategy(trainer))))
-    return layout[0], parameters(job), strategy.report()["windows"]
+    return layout[0], parameters(job), strategy.figures()["windows"]
 
 
 def nodes_of_strategy(trainer: Trainer) -> Any:
     strategy: Any = trainer.strategy
-    (exchange, *_) = (buffer.exchange for buffer in strategy.controller.space.buffers.values())
+    (exchange, *_) = (buffer.exchange for buffer in strategy.engine.space.buffers.values())
     return exchange.transports.nodes
 
 

@@ -210,7 +210,7 @@ def test_under_the_engine(nodes: list[int], wire: str, scope: Scope) -> None:
     for index, total in enumerate(given):
         held = sum(cluster.residual(rank, index) for rank in range(n))
         torch.testing.assert_close(delivered[index] + held, total, rtol=1e-5, atol=1e-4)
-    report = cluster.controllers[0].record
+    report = cluster.engines[0].record
     assert report is not None
     assert 0.02 < report.as_dict()["achieved_density"] < 0.25
     cluster.close()

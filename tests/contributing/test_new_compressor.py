@@ -52,7 +52,7 @@ def test_it_trains() -> None:
         strategy = SAFusionStrategy("cyclic", system="behind", density=0.25)
         model = TinyClassifier(lr=0.03)
         trainer(strategy, max_epochs=2).fit(model, classification())
-        return [param.detach() for param in model.parameters()], model.losses, strategy.report()
+        return [param.detach() for param in model.parameters()], model.losses, strategy.figures()
 
     (first, losses, report), (second, _, _) = run_launched(2, train)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

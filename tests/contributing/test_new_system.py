@@ -35,7 +35,7 @@ def test_it_trains() -> None:
         strategy = SAFusionStrategy(system="saf-signs", density=0.05)
         model = TinyClassifier()
         trainer(strategy, max_epochs=2).fit(model, classification())
-        return [param.detach() for param in model.parameters()], model.losses, strategy.report()
+        return [param.detach() for param in model.parameters()], model.losses, strategy.figures()
 
     (first, losses, report), (second, _, _) = run_launched(2, train)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -67,7 +67,7 @@ def train(folder: Path, transport: str) -> None:
         model = Classifier()
         fit = trainer(SAFusionStrategy(transport=transport, **options))
         fit.fit(model, data())
-        figures = {"carrier": torch.distributed.get_backend(), **fit.strategy.report()}
+        figures = {"carrier": torch.distributed.get_backend(), **fit.strategy.figures()}
         torch.save({"state": model.state_dict(), "figures": figures}, folder / f"{name}{fit.global_rank}.pt")
 
 

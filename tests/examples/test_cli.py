@@ -66,7 +66,7 @@ class Outcome(Callback):
         assert isinstance(strategy, SAFusionStrategy)
         outcome = {
             "parameters": [p.detach().clone() for p in pl_module.parameters()],
-            "report": strategy.report(),
+            "report": strategy.figures(),
             "bucket_view": ddp.gradient_as_bucket_view,
             "steps": trainer.global_step,
         }

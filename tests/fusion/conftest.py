@@ -54,7 +54,7 @@ def make_fused(make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) ->
 
     def build(*arguments: Any, deferred: bool = False, kernels: bool | None = None, **options: Any) -> Cluster:
         cluster = make(*arguments, deferred=deferred, **options)
-        for engine in cluster.controllers:
+        for engine in cluster.engines:
             engine.fused.serves = deferred if kernels is None else kernels
         return cluster
 

@@ -81,14 +81,14 @@ def wrap(model: nn.Module, options: dict[str, Any] | None, **ddp_options: Any) -
     untrained = [(n, p) for n, p in trainable if n == "probe"]
     trained = [(n, p) for n, p in trainable if n != "probe"]
     named, sparse = ([(n, p) for n, p in trained if (id(p) in tables) == wanted] for wanted in (False, True))
-    controller = build_engine(
+    engine = build_engine(
         settings(**options),
         specs_from_parameters(named),
         default_transport(),
         torch.device("cpu"),
         JobTraits(measure=False, overlap=not ddp_options.get("find_unused_parameters")),
     )
-    hook = DDPHook(controller, [p for _, p in named], sparse, bool(ddp_options.get("static_graph")), untrained)
+    hook = DDPHook(engine, [p for _, p in named], sparse, bool(ddp_options.get("static_graph")), untrained)
     ddp.register_comm_hook(None, hook.run)
     return ddp, hook
 

@@ -40,7 +40,7 @@ from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from lightning_safusion.sparsify.sidco import SIDCo
 from tests.cluster import Cluster, settings, specs
 from tests.cuda import Allocated, Launches, Silent, Stream, fake_cuda, read_nothing
-from tests.fusion.test_controller import Failing
+from tests.fusion.test_hard_windows import Failing
 from tests.quick import slow
 
 DEFERRED = JobTraits(measure=False, deferred=True)
@@ -127,24 +127,24 @@ def test_a_sum_that_overflows_is_a_bad_step(make: Callable[..., Cluster]) -> Non
 
 def test_a_bad_step_leaves_no_tensor_waiting_for_its_optimizer(make: Callable[..., Cluster]) -> None:
     cluster = make()
-    for controller in cluster.controllers:
-        controller.steps.tracked[:] = True
+    for engine in cluster.engines:
+        engine.steps.tracked[:] = True
     cluster.step(cluster.random_grads(0))
-    assert all(controller.steps.unstepped.all() for controller in cluster.controllers)
-    for controller in cluster.controllers:
-        controller.steps.unstepped[:] = False
+    assert all(engine.steps.unstepped.all() for engine in cluster.engines)
+    for engine in cluster.engines:
+        engine.steps.unstepped[:] = False
     grads = cluster.random_grads(1)
     grads[0][0][0] = torch.nan
     cluster.step(grads)
-    for controller in cluster.controllers:
-        controller.settle()
-        assert not controller.steps.unstepped.any()
+    for engine in cluster.engines:
+        engine.settle()
+        assert not engine.steps.unstepped.any()
 
 
 def test_an_error_on_one_rank_is_raised_there_and_one_window_later_elsewhere(make: Callable[..., Cluster]) -> None:
     cluster = make()
     failing = Failing()
-    cluster.controllers[1].space.selector = Selector(failing)
+    cluster.engines[1].space.selector = Selector(failing)
     cluster.step(cluster.random_grads(0))
     failing.fail = True
     before = cluster.residual(0, 0).clone()
@@ -161,32 +161,32 @@ def test_a_tensor_without_gradient_on_one_rank_is_an_error_with_its_name(make: C
     cluster.step(cluster.random_grads(0))
     fresh = [[not (rank == 1 and i == 6) for i in range(len(cluster.specs))] for rank in range(2)]
     cluster.step(cluster.random_grads(1), fresh)
-    for controller in cluster.controllers:
+    for engine in cluster.engines:
         with pytest.raises(RuntimeError, match=r"\(t6\) got a gradient on some ranks only .* find_unused_parameters"):
-            controller.settle()
+            engine.settle()
 
 
 def test_notices_are_heard_when_the_window_is_settled(make: Callable[..., Cluster]) -> None:
     cluster = make()
     cluster.step(cluster.random_grads(0))
-    cluster.controllers[0].notices.own = int(Notice.TERMINATE)
+    cluster.engines[0].notices.own = int(Notice.TERMINATE)
     cluster.step(cluster.random_grads(1))
-    assert [controller.notices.heard for controller in cluster.controllers] == [0, 0]
+    assert [engine.notices.heard for engine in cluster.engines] == [0, 0]
     cluster.step(cluster.random_grads(2))
-    assert [controller.notices.heard for controller in cluster.controllers] == [int(Notice.TERMINATE)] * 2
-    assert cluster.controllers[0].notices.own == 0
+    assert [engine.notices.heard for engine in cluster.engines] == [int(Notice.TERMINATE)] * 2
+    assert cluster.engines[0].notices.own == 0
 
 
 def test_notices_are_heard_after_a_dense_window_too(make: Callable[..., Cluster]) -> None:
     cluster = make()
-    for controller in cluster.controllers:
-        controller.dense_first = True
-    cluster.controllers[1].notices.own = int(Notice.REQUEUE)
+    for engine in cluster.engines:
+        engine.launching.dense_first = True
+    cluster.engines[1].notices.own = int(Notice.REQUEUE)
     cluster.step(cluster.random_grads(0))
-    assert [controller.notices.heard for controller in cluster.controllers] == [0, 0]
+    assert [engine.notices.heard for engine in cluster.engines] == [0, 0]
     cluster.step(cluster.random_grads(1))
-    assert [controller.notices.heard for controller in cluster.controllers] == [int(Notice.REQUEUE)] * 2
-    assert [controller.notices.own for controller in cluster.controllers] == [0, 0]
+    assert [engine.notices.heard for engine in cluster.engines] == [int(Notice.REQUEUE)] * 2
+    assert [engine.notices.own for engine in cluster.engines] == [0, 0]
 
 
 def test_a_forgotten_window_says_nothing_later(make: Callable[..., Cluster]) -> None:
@@ -194,18 +194,18 @@ def test_a_forgotten_window_says_nothing_later(make: Callable[..., Cluster]) -> 
     grads = cluster.random_grads(0)
     grads[0][0][0] = torch.nan
     cluster.step(grads)
-    for controller in cluster.controllers:
-        controller.reset()
-        controller.settle()
+    for engine in cluster.engines:
+        engine.reset()
+        engine.settle()
     assert torch.isfinite(cluster.step(cluster.random_grads(1))[0][0]).all()
 
 
-def windows(controller: Engine, device: torch.device) -> None:
-    tensors = sorted(controller.space.layout.specs, key=lambda spec: -spec.index)
+def windows(engine: Engine, device: torch.device) -> None:
+    tensors = sorted(engine.space.layout.specs, key=lambda spec: -spec.index)
     for _ in range(4):
         for spec in tensors:
-            controller.push(spec.index, torch.zeros(spec.numel, device=device, dtype=spec.dtype))
-        controller.drain()
+            engine.push(spec.index, torch.zeros(spec.numel, device=device, dtype=spec.dtype))
+        engine.drain()
 
 
 F32 = torch.float32
@@ -367,12 +367,12 @@ def test_the_drain_where_the_host_decides_does_wait(monkeypatch: pytest.MonkeyPa
 
 def test_each_stream_waits_for_the_one_before_it(device_ends_windows: torch.device) -> None:
     chosen = settings(collective="allgather")
-    controller = build_engine(chosen, specs(FEW), SoloTransport(), device_ends_windows, DEFERRED)
-    windows(controller, device_ends_windows)
+    engine = build_engine(chosen, specs(FEW), SoloTransport(), device_ends_windows, DEFERRED)
+    windows(engine, device_ends_windows)
     backward = torch.cuda.current_stream()
     waits = [(who, whom) for who, _, whom in Stream.log]
     select, arrivals, decode = waits[0][0], waits[1][0], waits[2][0]
-    plan = controller.planner.current
+    plan = engine.planner.current
     assert plan is not None
     buffers = len(plan.groups)
     one_window = [(select, backward), (arrivals, select), (decode, arrivals)] * buffers

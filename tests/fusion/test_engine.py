@@ -153,7 +153,7 @@ def test_no_tensor_is_missing_ahead_of_fusion_and_some_are_behind(
         reports = []
         for step in range(STEPS):
             cluster.step(cluster.random_grads(step))
-            reports.append(cluster.controllers[1].record.as_dict())
+            reports.append(cluster.engines[1].record.as_dict())
         missing[scope] = sum(r["tensors_missing"] for r in reports)
     assert missing["tensor"] == 0
     if compressor not in ("randomk", "adtopk"):  # uniform over a buffer, or over its rows: not by magnitude
@@ -185,7 +185,7 @@ def test_bytes_per_kept_element_with_bf16_values(make: Callable[..., Cluster]) -
         )
         for step in range(3):
             cluster.step(cluster.random_grads(step))
-        buffers = cluster.controllers[0].record.events.buffers
+        buffers = cluster.engines[0].record.events.buffers
         slots = sum(buffer.capacity for buffer in buffers)
         assert sum(buffer.bytes_sent for buffer in buffers) / slots <= 4.5
 
@@ -221,7 +221,7 @@ def test_ef21_gives_all_workers_the_mean_of_what_they_have_sent(make: Callable[.
         limit = 1e-5 * float(own.abs().max())
         for state, mine in zip(states, means, strict=True):
             torch.testing.assert_close(state["estimate"].double(), own.mean(dim=0), rtol=0, atol=limit)
-            given = torch.cat([mine[spec.index] for spec in cluster.controllers[0].space.layout.specs])
+            given = torch.cat([mine[spec.index] for spec in cluster.engines[0].space.layout.specs])
             assert torch.equal(given, state["estimate"].to(given.dtype))
 
 
@@ -254,7 +254,7 @@ def test_the_first_window_of_ef21_is_sparse(make: Callable[..., Cluster]) -> Non
     for memory in ("ef21", "residual"):
         cluster = make(2, memory=memory, collective="auto", density=0.05)
         cluster.step(cluster.random_grads(0))
-        report = cluster.controllers[0].record
+        report = cluster.engines[0].record
         assert report is not None
         densities[memory] = report.as_dict()["achieved_density"]
     assert densities["ef21"] < 0.06
@@ -264,7 +264,7 @@ def test_the_first_window_of_ef21_is_sparse(make: Callable[..., Cluster]) -> Non
 def test_ef21_at_density_1_has_nothing_to_select_in_its_first_window(make: Callable[..., Cluster]) -> None:
     cluster = make(2, memory="ef21", collective="auto", density=1.0)
     cluster.step(cluster.random_grads(0))
-    report = cluster.controllers[0].record
+    report = cluster.engines[0].record
     assert report is not None
     assert [buffer.collective for buffer in report.events.buffers] == ["allreduce"]
 
@@ -283,10 +283,10 @@ def test_the_first_window_is_averaged_in_place(make: Callable[..., Cluster]) -> 
             expected = (mine + theirs) / 2 if index > 2 or index == 0 else theirs / 2 if index == 1 else grads[rank][2]
             torch.testing.assert_close(means[rank][index], expected)
             assert not cluster.residual(rank, index).any()
-    controller = cluster.controllers[0]
-    assert len(controller.space.buffers) == 0
-    assert controller.record is not None
-    report = controller.record.as_dict()
+    engine = cluster.engines[0]
+    assert len(engine.space.buffers) == 0
+    assert engine.record is not None
+    report = engine.record.as_dict()
     sent = sum(s.numel * s.dtype.itemsize for s in cluster.specs if s.index not in (1, 2))
     assert (report["bytes_sent"], report["tensors_missing"]) == (sent, 0)
 
@@ -297,7 +297,7 @@ def test_decoupled_momentum_is_never_dense(make: Callable[..., Cluster]) -> None
         cluster = make(2, memory=memory, collective="auto", density=1.0)
         for step in range(4):
             cluster.step(cluster.random_grads(step))
-        plan = cluster.controllers[0].planner.current
+        plan = cluster.engines[0].planner.current
         assert plan is not None
         collectives[memory] = {group.collective for group in plan.groups}
     assert collectives == {"decoupled": {"allgather"}, "residual": {"allreduce"}}

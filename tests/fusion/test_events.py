@@ -39,9 +39,9 @@ def make(make: Callable[..., Cluster]) -> Callable[..., Cluster]:
 
 def observed(cluster: Cluster, steps: int = 4, **step: Any) -> WindowEvents:
     """The last of some windows, as rank 0 was told."""
-    recorders = [Recorder() for _ in cluster.controllers]
-    for controller, recorder in zip(cluster.controllers, recorders, strict=True):
-        controller.observers.append(recorder)
+    recorders = [Recorder() for _ in cluster.engines]
+    for engine, recorder in zip(cluster.engines, recorders, strict=True):
+        engine.observers.append(recorder)
     for number in range(steps):
         cluster.step(cluster.random_grads(number), **step)
     assert [events.step for events in recorders[0].windows] == list(range(steps))
@@ -112,7 +112,7 @@ def test_a_stale_tensor_was_never_ready(make: Callable[..., Cluster]) -> None:
 def test_the_report_is_the_sum_of_the_events(make: Callable[..., Cluster]) -> None:
     cluster = make()
     events = observed(cluster)
-    report = cluster.controllers[0].record
+    report = cluster.engines[0].record
     assert report is not None
     figures = report.as_dict()
     assert figures["exposed_s"] == pytest.approx(sum(buffer.exposed for buffer in events.buffers))
@@ -133,8 +133,8 @@ def test_moments_are_those_of_the_engines_clock(make: Callable[..., Cluster]) ->
             return float(self.marks)
 
     cluster = make()
-    for controller in cluster.controllers:
-        controller.clock = Steps()
+    for engine in cluster.engines:
+        engine.clock = Steps()
     events = observed(cluster)
     buffers = [[b.closed, b.selected, b.launched, b.issued, b.awaited, b.arrived, b.decoded] for b in events.buffers]
     moments = sorted([*events.ready.tolist(), *(moment for buffer in buffers for moment in buffer), events.drained])
@@ -158,9 +158,9 @@ def test_a_clock_that_costs_something_is_asked_only_for_an_observer(
     make: Callable[..., Cluster],
 ) -> None:
     cluster = make(deferred=True)
-    clocks = [Counting() for _ in cluster.controllers]
-    for controller, clock in zip(cluster.controllers, clocks, strict=True):
-        controller.clock = clock
+    clocks = [Counting() for _ in cluster.engines]
+    for engine, clock in zip(cluster.engines, clocks, strict=True):
+        engine.clock = clock
     # the first 64 windows are measured, and every sixteenth one
     for step in range(70):
         cluster.step(cluster.random_grads(0))
@@ -168,7 +168,7 @@ def test_a_clock_that_costs_something_is_asked_only_for_an_observer(
             before = clocks[0].marks
     assert clocks[0].marks == before > 0
     recorder = Recorder()
-    cluster.controllers[0].observers.append(recorder)
+    cluster.engines[0].observers.append(recorder)
     cluster.step(cluster.random_grads(70))
     assert recorder.windows == []  # known when the next window begins
     cluster.step(cluster.random_grads(71))

@@ -39,7 +39,7 @@ def make(make_fused: Callable[..., Cluster]) -> Callable[..., Cluster]:
 
 
 def shipments(cluster: Cluster, rank: int = 0) -> list[Shipment]:
-    report = cluster.controllers[rank].record
+    report = cluster.engines[rank].record
     assert report is not None
     return list(report._shipments)
 
@@ -49,9 +49,9 @@ def compare_in(clusters: list[Cluster], dtype: torch.dtype = torch.float32, with
     generator = torch.Generator().manual_seed(3)
     own = [torch.rand(spec.numel, generator=generator).mul_(1e-3).to(dtype) for spec in clusters[0].specs]
     for cluster in clusters:
-        for controller in cluster.controllers:
+        for engine in cluster.engines:
             units = UpdateUnits(lambda index: None if index == without else Moment(own[index], 1e-8), HOST)
-            controller.space.compare_in(units)
+            engine.space.compare_in(units)
     return own
 
 
@@ -150,8 +150,8 @@ def test_buffers_that_are_not_fused_are_beside_fused_ones(make: Callable[..., Cl
         for step in range(3):
             cluster.step(cluster.random_grads(step))
     cluster = clusters[0]
-    for controller in cluster.controllers:
-        own = [controller.space.buffer(group) for group in controller.space.buffers]
+    for engine in cluster.engines:
+        own = [engine.space.buffer(group) for group in engine.space.buffers]
         assert len(own) > 2
         own[1]._constants["kernels"] = None
     same_numbers(clusters, 1)
@@ -185,7 +185,7 @@ def test_other_parts_are_left_to_torch_and_named(make: Callable[..., Cluster], o
     cluster = make(**options)
     cluster.step(cluster.random_grads(0))
     assert {isinstance(shipment, FusedShipment) for shipment in shipments(cluster)} == {not named}
-    collective = cluster.controllers[0].space.collective
+    collective = cluster.engines[0].space.collective
     assert left_to_torch(cluster.settings[0], cluster.specs, collective) == named
 
 
@@ -205,8 +205,8 @@ def test_buffers_that_are_left_to_torch_are_named_once(
     make: Callable[..., Cluster], options: Any, unknown: str | None
 ) -> None:
     cluster, said = make(fusion="wfbp", **options), list[str]()
-    assert left_to_torch(cluster.settings[0], cluster.specs, cluster.controllers[0].space.collective) == []
-    cluster.controllers[0].fused.announce = said.append
+    assert left_to_torch(cluster.settings[0], cluster.specs, cluster.engines[0].space.collective) == []
+    cluster.engines[0].fused.announce = said.append
     for step in range(3):
         cluster.step(cluster.random_grads(step))
     assert [line.partition(":")[0] for line in said] == [f"there are no fused kernels for {unknown}"] * bool(unknown)
@@ -215,14 +215,12 @@ def test_buffers_that_are_left_to_torch_are_named_once(
 
 def test_a_bad_gradient_and_a_notice_are_seen_by_all_ranks_and_poison_nothing(make: Callable[..., Cluster]) -> None:
     cluster = make()
-    cluster.controllers[0].notices.own = int(Notice.TERMINATE)
+    cluster.engines[0].notices.own = int(Notice.TERMINATE)
     cluster.step(cluster.random_grads(0))
     before, grads = cluster.residuals(), cluster.random_grads(9)
     grads[1][4][17] = torch.nan
     means = cluster.step(grads)
-    assert [controller.notices.heard for controller in cluster.controllers] == [
-        int(Notice.TERMINATE)
-    ] * 2  # a window later
+    assert [engine.notices.heard for engine in cluster.engines] == [int(Notice.TERMINATE)] * 2  # a window later
     for rank in range(2):
         assert not torch.isfinite(means[rank][4]).all()
         assert all(torch.isfinite(means[rank][i]).all() for i in range(len(SHAPES)) if i != 4)
@@ -241,7 +239,7 @@ def test_a_rank_that_fails_stops_all_one_window_later(make: Callable[..., Cluste
     def unreadable(index: int) -> Moment | None:
         raise ValueError("no state")
 
-    cluster.controllers[1].space.selector.units = UpdateUnits(unreadable, HOST)
+    cluster.engines[1].space.selector.units = UpdateUnits(unreadable, HOST)
     grads = cluster.random_grads(2)
 
     first, second = cluster.errors(grads)
@@ -256,11 +254,11 @@ def test_a_forgotten_window_says_nothing_later(make: Callable[..., Cluster]) -> 
     grads = cluster.random_grads(2)
     grads[0][0][0] = torch.nan
     cluster.step(grads)
-    for controller in cluster.controllers:
-        controller.reset()
-        controller.settle()
+    for engine in cluster.engines:
+        engine.reset()
+        engine.settle()
     assert torch.isfinite(cluster.step(cluster.random_grads(3))[0][0]).all()
-    for controller in cluster.controllers:
-        drain = controller.fused
+    for engine in cluster.engines:
+        drain = engine.fused
         assert drain is not None
         assert int(drain.windows.status) == 0

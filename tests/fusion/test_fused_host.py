@@ -42,10 +42,10 @@ def pair(make: Callable[..., Cluster], scale: float | None = None, **options: An
     """Clusters whose host decides, with kernels and without, after a first window."""
     clusters = [make(**options, kernels=kernels) for kernels in (True, False)]
     for cluster in clusters:
-        for controller in cluster.controllers:
-            controller.steps.tracked[:] = True
+        for engine in cluster.engines:
+            engine.steps.tracked[:] = True
             if scale is not None:
-                controller.loss_scale = lambda: torch.tensor(scale)
+                engine.loss_scale = lambda: torch.tensor(scale)
         cluster.step(cluster.random_grads(0))
         stepped(cluster)
     return clusters
@@ -53,8 +53,8 @@ def pair(make: Callable[..., Cluster], scale: float | None = None, **options: An
 
 def stepped(cluster: Cluster, without: Sequence[int] = ()) -> None:
     """Optimizers step, but for those of some tensors."""
-    for controller in cluster.controllers:
-        controller.steps.unstepped[[i for i in range(len(cluster.specs)) if i not in without]] = False
+    for engine in cluster.engines:
+        engine.steps.unstepped[[i for i in range(len(cluster.specs)) if i not in without]] = False
 
 
 def same(clusters: list[Cluster], seed: int, stale: Sequence[Sequence[int]] = ((), ())) -> None:
@@ -147,9 +147,9 @@ def test_windows_that_are_not_finite(make: Callable[..., Cluster], scale: float 
                     assert not torch.isfinite(own[BAD]).all()
                     own[BAD].zero_()
             stepped(cluster, (1, 3))
-            for controller in cluster.controllers:
-                controller.settle()
-                controller.steps.unstepped[:] = False
+            for engine in cluster.engines:
+                engine.settle()
+                engine.steps.unstepped[:] = False
             numbers.append([grad.double() for own in means for grad in own] + cluster.residuals())
         for ours, theirs in zip(*numbers, strict=True):
             torch.testing.assert_close(ours.nan_to_num(), theirs.nan_to_num(), rtol=1e-5, atol=1e-4)
@@ -159,7 +159,7 @@ def test_a_damaged_message_ends_the_window_with_an_error(make: Callable[..., Clu
     cluster = pair(make)[0]
     cluster.step(cluster.random_grads(1))
     stepped(cluster)
-    buffer = next(iter(cluster.controllers[0].space.buffers.values()))
+    buffer = next(iter(cluster.engines[0].space.buffers.values()))
     assert isinstance(buffer.exchange, SparseAllGather)
     kernels = buffer._constants["kernels"][1]
     ranks = 4 * kernels.tables.message.fields[0]
@@ -207,7 +207,7 @@ def test_the_host_decides_at_the_cost_of_a_window_in_which_the_device_does(
     for name in ("device", "manual", "scaled", "unused"):
         # one rank: launches need no lock
         cluster = make(1, tensors=tensors, density=0.02, deferred=name == "device", kernels=True)
-        (engine,) = cluster.controllers
+        (engine,) = cluster.engines
         if name != "device":
             engine.steps.tracked[:] = True
         if name == "scaled":

@@ -160,8 +160,8 @@ def test_a_sum_that_overflows_at_its_owner_is_a_bad_step_everywhere(make: Callab
     for rank in range(2):
         held = cluster.residual(rank, 0)
         assert float(held[5]) == pytest.approx(2e38)  # on all ranks: nothing was taken out
-    for controller in cluster.controllers:
-        controller.settle()
+    for engine in cluster.engines:
+        engine.settle()
 
 
 def test_a_damaged_message_spoils_the_window_of_all_ranks(
@@ -192,7 +192,7 @@ def test_a_rank_that_fails_stops_all_one_window_later(make: Callable[..., Cluste
     def unreadable(index: int) -> Moment | None:
         raise ValueError("no state")
 
-    cluster.controllers[1].space.selector.units = UpdateUnits(unreadable, HOST)
+    cluster.engines[1].space.selector.units = UpdateUnits(unreadable, HOST)
     first, second = cluster.errors(cluster.random_grads(2))
     assert second == ["no state"]
     assert "another rank could not select" in first[0]
@@ -203,10 +203,10 @@ def test_a_rank_that_fails_stops_all_one_window_later(make: Callable[..., Cluste
 @pytest.mark.slow
 def test_notices_are_heard_one_window_later(make: Callable[..., Cluster]) -> None:
     cluster = make()
-    cluster.controllers[0].notices.own = int(Notice.TERMINATE)
+    cluster.engines[0].notices.own = int(Notice.TERMINATE)
     for step in range(2):
         cluster.step(cluster.random_grads(step))
-    assert [controller.notices.heard for controller in cluster.controllers] == [int(Notice.TERMINATE)] * 2
+    assert [engine.notices.heard for engine in cluster.engines] == [int(Notice.TERMINATE)] * 2
 
 
 @pytest.mark.slow

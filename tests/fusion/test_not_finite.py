@@ -30,9 +30,9 @@ def make() -> Iterator[Callable[..., Cluster]]:
         clusters.append(Cluster(2, lambda: settings(**options), deferred=deferred))
         for step in range(2):
             clusters[-1].step(clusters[-1].random_grads(step))
-        for controller in clusters[-1].controllers:
-            controller.settle()
-            controller.steps.tracked[:] = True
+        for engine in clusters[-1].engines:
+            engine.settle()
+            engine.steps.tracked[:] = True
         return clusters[-1]
 
     yield build
@@ -49,10 +49,10 @@ def window(cluster: Cluster, seed: int, elements: slice = slice(2, 3)) -> tuple[
     grads = cluster.random_grads(seed)
     grads[0][BAD][elements] = float("nan")
     means = cluster.step(grads)
-    for controller in cluster.controllers:
-        controller.steps.unstepped[list(STEPPED)] = False
-        controller.settle()
-        assert not controller.steps.unstepped.any()  # the next gradients are not taken for thrown away
+    for engine in cluster.engines:
+        engine.steps.unstepped[list(STEPPED)] = False
+        engine.settle()
+        assert not engine.steps.unstepped.any()  # the next gradients are not taken for thrown away
     return grads, means
 
 
@@ -117,8 +117,8 @@ def test_it_is_said_once_which_tensors_were_not_finite(make: Callable[..., Clust
 
 def test_where_nobody_knows_it_is_taken_that_an_optimizer_steps(make: Callable[..., Cluster]) -> None:
     cluster = make(density=1.0)
-    for controller in cluster.controllers:
-        controller.steps.tracked[:] = False
+    for engine in cluster.engines:
+        engine.steps.tracked[:] = False
     with pytest.warns(UserWarning, match="were not finite"):
         window(cluster, 5)
     assert not any(bool(tensor.any()) for own in held(cluster) for i, tensor in enumerate(own) if i != BAD)

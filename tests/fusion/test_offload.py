@@ -42,20 +42,20 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
     def build(world_size: int, late: bool = False, deferred: bool = False, **options: Any) -> Cluster:
         options = {"fusion": "aligned", "collective": "allgather", "offload": True} | options
         made.append(Cluster(world_size, lambda: settings(**options), specs(SHAPES, dense=(3,)), deferred=deferred))
-        for controller in made[-1].controllers:
-            if isinstance(controller.launching, Offloaded):
-                controller.launching.late_by_one = late
+        for engine in made[-1].engines:
+            if isinstance(engine.launching, Offloaded):
+                engine.launching.late_by_one = late
         return made[-1]
 
     yield build
     for cluster in made:
-        for controller in cluster.controllers:
-            controller.release()
+        for engine in cluster.engines:
+            engine.release()
         cluster.close()
 
 
 def offloader(cluster: Cluster, rank: int = 0) -> Offloaded:
-    found = cluster.controllers[rank].launching
+    found = cluster.engines[rank].launching
     assert isinstance(found, Offloaded)
     return found
 
@@ -127,7 +127,7 @@ def test_the_state_of_a_sparsifier_is_that_of_selection_in_place(make: Callable[
     for step in range(7):
         ours.step(ours.random_grads(step))
         theirs.step(theirs.random_grads(step))
-    a, b = (cluster.controllers[0].space.selector.sparsifier.state_dict() for cluster in (ours, theirs))
+    a, b = (cluster.engines[0].space.selector.sparsifier.state_dict() for cluster in (ours, theirs))
     rows = [dict(zip(state["keys"], state["stages"].tolist(), strict=True)) for state in (a, b)]
     assert len({tuple(row) for row in rows[0].values()}) > 1
     assert rows[0] == rows[1]
@@ -141,12 +141,12 @@ def test_it_takes_what_the_rule_says(
     cluster = make(1, fusion="single")
     for step in range(3):
         cluster.step(cluster.random_grads(step))
-    controller = cluster.controllers[0]
-    layout = controller.space.layout
+    engine = cluster.engines[0]
+    layout = engine.space.layout
     numels = [spec.numel for spec in layout.specs]
     sparse = [spec.index != 3 and spec.numel > 1 for spec in layout.specs]
     seconds = [cost(4 * n) for n in numels]
-    ready = controller.planner.costs(controller.space.shape).ready
+    ready = engine.planner.costs(engine.space.shape).ready
     expected = choose_offloaded(ready, sparse, seconds, seconds)
     assert [place in offloader(cluster)._groups for place in range(len(layout))] == expected
     # some of them, unless the thread costs nothing
@@ -172,7 +172,7 @@ class Gated(TopK):
 
 
 def gated(cluster: Cluster, rank: int) -> Gated:
-    found = cluster.controllers[rank].space.selector.sparsifier
+    found = cluster.engines[rank].space.selector.sparsifier
     assert isinstance(found, Gated)
     return found
 
@@ -184,22 +184,22 @@ def test_the_hook_returns_while_the_thread_selects(make: Callable[..., Cluster],
         cluster.step(cluster.random_grads(step))
         plain.step(plain.random_grads(step))
     grads = cluster.random_grads(3)[0]
-    controller, gate = cluster.controllers[0], threading.Event()
+    engine, gate = cluster.engines[0], threading.Event()
     gated(cluster, 0).gate = gate
-    plan = controller.planner.current
+    plan = engine.planner.current
     assert plan is not None
     first = plan.groups[0].stop
     for index in cluster.order[: first - 1]:  # returns, although nothing has been selected
-        controller.push(index, grads[index])
+        engine.push(index, grads[index])
     if late:
-        controller.push(cluster.order[first - 1], grads[cluster.order[first - 1]])
-        assert controller._window is not None
-        assert not controller._window.shipments
+        engine.push(cluster.order[first - 1], grads[cluster.order[first - 1]])
+        assert engine._window is not None
+        assert not engine._window.shipments
     assert offloader(cluster)._selections
     gate.set()
     for index in cluster.order[first - (not late) :]:
-        controller.push(index, grads[index])
-    controller.drain()
+        engine.push(index, grads[index])
+    engine.drain()
     expected = plain.step(plain.random_grads(3))[0]
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
@@ -216,11 +216,11 @@ def test_an_error_on_the_thread_is_raised_on_all_ranks(
     held = [[cluster.residual(rank, i).clone() for i in range(len(SHAPES))] for rank in range(3)]
 
     def run(rank: int) -> str:
-        controller = cluster.controllers[rank]
+        engine = cluster.engines[rank]
         for index in cluster.order:
-            controller.push(index, grads[rank][index].clone())
+            engine.push(index, grads[rank][index].clone())
         with pytest.raises((ArithmeticError, RuntimeError)) as caught:
-            controller.drain()
+            engine.drain()
         return str(caught.value)
 
     told = cluster.each(run)
@@ -231,7 +231,7 @@ def test_an_error_on_the_thread_is_raised_on_all_ranks(
         for i in range(len(SHAPES)):
             torch.testing.assert_close(cluster.residual(rank, i), held[rank][i] + grads[rank][i])
     gated(cluster, 1).fails = False
-    cluster.each(lambda rank: cluster.controllers[rank].reset())
+    cluster.each(lambda rank: cluster.engines[rank].reset())
     means = cluster.step(cluster.random_grads(4))
     assert all(torch.equal(a, b) for mean in means for a, b in zip(means[0], mean, strict=True))
 
@@ -243,9 +243,9 @@ def test_a_window_that_never_completes_is_forgotten(make: Callable[..., Cluster]
     before = [cluster.residual(0, i).clone() for i in range(len(SHAPES))]
     grads = cluster.random_grads(3)[0]
     for index in cluster.order[:5]:
-        cluster.controllers[0].push(index, grads[index].clone())
+        cluster.engines[0].push(index, grads[index].clone())
     assert offloader(cluster)._selections
-    cluster.controllers[0].reset()
+    cluster.engines[0].reset()
     assert not offloader(cluster)._selections
     for place, index in enumerate(cluster.order):
         numel = cluster.specs[index].numel
@@ -258,14 +258,14 @@ def test_a_window_that_never_completes_is_forgotten(make: Callable[..., Cluster]
 def test_a_gradient_that_comes_again_is_not_taken(make: Callable[..., Cluster]) -> None:
     ours, theirs = make(2), make(2, offload=False)
     for cluster in (ours, theirs):
-        for controller in cluster.controllers:
-            controller.steps.tracked[:] = True
+        for engine in cluster.engines:
+            engine.steps.tracked[:] = True
     for step in range(5):
         means = [cluster.step(cluster.random_grads(step)) for cluster in (ours, theirs)]
         assert all(torch.equal(a, b) for a, b in zip(means[0][0], means[1][0], strict=True))
         for cluster in (ours, theirs):
-            for controller in cluster.controllers:
-                controller.steps.unstepped[[1, 4] if step == 2 else slice(None)] = False
+            for engine in cluster.engines:
+                engine.steps.unstepped[[1, 4] if step == 2 else slice(None)] = False
 
 
 def test_the_hook_never_waits_for_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,12 +285,12 @@ def test_the_hook_never_waits_for_a_cuda_device(monkeypatch: pytest.MonkeyPatch)
     with fake_cuda(monkeypatch) as device:
         chosen = settings(collective="hybrid", fusion=Selective(3), offload=True)
         tensors = specs(SHAPES, dense=(3,))
-        controller = build_engine(chosen, tensors, SoloTransport(), device, JobTraits(measure=False, deferred=True))
+        engine = build_engine(chosen, tensors, SoloTransport(), device, JobTraits(measure=False, deferred=True))
         for _ in range(4):
             for spec in reversed(tensors):
-                controller.push(spec.index, torch.zeros(spec.numel, device=device))
-            controller.drain()
-        controller.release()
+                engine.push(spec.index, torch.zeros(spec.numel, device=device))
+            engine.drain()
+        engine.release()
     assert len(on_host) > 4
     assert all(name.startswith("safusion-select") for name in on_host)
 
@@ -302,7 +302,7 @@ def test_the_thread_ends_with_the_job(make: Callable[..., Cluster]) -> None:
         cluster.step(cluster.random_grads(step))
     begun = [t for t in threading.enumerate() if t not in before and t.name.startswith("safusion-select")]
     assert len(begun) == 1
-    cluster.controllers[0].release()
+    cluster.engines[0].release()
     assert not begun[0].is_alive()
     cluster.step(cluster.random_grads(3))  # another begins
     assert offloader(cluster)._thread is not None

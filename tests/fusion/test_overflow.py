@@ -54,8 +54,8 @@ def train(cluster: Cluster, bad: list[dict[int, float]], after: int = 4) -> list
         later.append(finite(means))
         for mine in means[1:]:
             assert all(torch.equal(a, b) for a, b in zip(mine, means[0], strict=True))
-    for controller in cluster.controllers:
-        controller.settle()
+    for engine in cluster.engines:
+        engine.settle()
     for rank in range(len(cluster.transports)):
         assert all(bool(torch.isfinite(cluster.residual(rank, i)).all()) for i in range(len(cluster.specs)))
     return later
@@ -119,16 +119,16 @@ def test_it_is_named_once_on_the_rank_that_has_it(make: Callable[..., Cluster], 
 def test_only_what_overflowed_is_reset(make: Callable[..., Cluster]) -> None:
     cluster = make()
     cluster.step(cluster.random_grads(0))
-    for controller in cluster.controllers:
-        controller.steps.tracked[:] = True  # and no optimizer steps
+    for engine in cluster.engines:
+        engine.steps.tracked[:] = True  # and no optimizer steps
     held = [cluster.residual(0, i).clone() for i in range(len(cluster.specs))]
     grads = with_huge(cluster, 1, {0: 3e38})
-    layout = cluster.controllers[0].space.layout
+    layout = cluster.engines[0].space.layout
     start = int(layout.edges[layout.places[HUGE]])
     cluster.settings[0].memory.add(start, start + 600, torch.full((600,), 2e38))
     assert not finite(cluster.step(grads))
     with pytest.warns(UserWarning, match=r"rank 0: gradients of t6 were so large"):
-        cluster.each(lambda rank: cluster.controllers[rank].settle())
+        cluster.each(lambda rank: cluster.engines[rank].settle())
     for i, (before, grad) in enumerate(zip(held, grads[0], strict=True)):
         expected = before + grad.double()
         if i == HUGE:

@@ -86,8 +86,8 @@ def test_what_is_not_finite_or_zero_counts_for_nothing(value: float) -> None:
 def test_quotas_follow_the_largest_elements(make: Make) -> None:
     cluster = make(3, density=0.02, **OPTIONS)
     train(cluster, 0, 40)
-    for controller in cluster.controllers:
-        space = controller.space
+    for engine in cluster.engines:
+        space = engine.space
         own = tensor_quotas(space.layout, space.selector.sparsifier, 0.02)
         sparse = ~own.dense
         assert (space.quotas.dense == own.dense).all()
@@ -95,7 +95,7 @@ def test_quotas_follow_the_largest_elements(make: Make) -> None:
         assert (counts >= guaranteed(proportional)).all()
         assert (counts < np.diff(space.layout.edges)[sparse]).all()
         assert proportional.sum() - len(counts) <= counts.sum() <= proportional.sum()
-        assert (space.quotas.counts == cluster.controllers[0].space.quotas.counts).all()  # as on the other ranks
+        assert (space.quotas.counts == cluster.engines[0].space.quotas.counts).all()  # as on the other ranks
         scales = {spec.index: 10.0 ** (spec.index % 4 - 2) for spec in space.layout.specs}
         by_index = dict(zip(space.layout.indices.tolist(), space.quotas.counts - own.counts, strict=True))
         assert by_index[3] > 0  # of gradients ten times as large as most
@@ -125,14 +125,14 @@ def test_quotas_do_not_follow_gradients_of_nothing(make: Make) -> None:
     for _ in range(20):
         means = cluster.step(zeros)
     assert not any(mean.any() for mean in means[0])
-    space = cluster.controllers[0].space
+    space = cluster.engines[0].space
     assert (space.quotas.counts == tensor_quotas(space.layout, space.selector.sparsifier, 0.05).counts).all()
 
 
 def test_a_change_of_the_density_keeps_the_shares(make: Make) -> None:
     cluster = make(2, density=DenseStart(0.05, 3), **OPTIONS)
     train(cluster, 0, 30)
-    space = cluster.controllers[0].space
+    space = cluster.engines[0].space
     shared = space.quotas.counts.copy()
     space.set_density(0.1)
     assert space.quotas.counts.sum() > shared.sum()
@@ -146,8 +146,8 @@ def test_shares_outlive_a_job(make: Make, tmp_path: Path, windows: int) -> None:
     train(whole, 0, windows)
     text = whole.settings[0].describe()
     path = tmp_path / "a.ckpt"
-    entry = whole.each(lambda rank: checkpoint.save(whole.controllers[rank], text, path))[0]
-    resumed.each(lambda rank: checkpoint.restore(resumed.controllers[rank], text, entry, path))
+    entry = whole.each(lambda rank: checkpoint.save(whole.engines[rank], text, path))[0]
+    resumed.each(lambda rank: checkpoint.restore(resumed.engines[rank], text, entry, path))
     for a, b in zip(train(whole, windows, windows + 4)[0], train(resumed, windows, windows + 4)[0], strict=True):
         assert torch.equal(a, b)
 

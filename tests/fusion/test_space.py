@@ -17,7 +17,7 @@ SIZES = [(40,), (8, 10), (30,)]
 def test_a_shape_follows_order_and_density() -> None:
     cluster = Cluster(2, lambda: settings(density=0.25, fusion="single"), specs([(40,), (8, 10), (3,)]))
     conserved(cluster, 3)
-    space = cluster.controllers[0].space
+    space = cluster.engines[0].space
     shape = space.shape
     assert shape is space.shape  # made once, not once per window
     assert shape.numels == tuple(spec.numel for spec in space.layout.specs)
@@ -35,10 +35,10 @@ def test_a_shape_follows_order_and_density() -> None:
 def test_buffers_of_a_replaced_plan_are_forgotten() -> None:
     cluster = Cluster(2, lambda: settings(density=0.25, fusion="wfbp", collective="allgather"), specs(SIZES))
     conserved(cluster, 4)
-    spaces = [controller.space for controller in cluster.controllers]
+    spaces = [engine.space for engine in cluster.engines]
     assert all(len(space.buffers) >= 3 for space in spaces)
     first = [next(iter(space.buffers.values())) for space in spaces]
-    cluster.each(lambda rank: cluster.controllers[rank].planner.use(Plan.from_stops([1, 3]), spaces[rank].shape))
+    cluster.each(lambda rank: cluster.engines[rank].planner.use(Plan.from_stops([1, 3]), spaces[rank].shape))
     conserved(cluster, 1)
     for space, buffer in zip(spaces, first, strict=True):
         assert [group.stop for group in space.buffers] == [1, 3]

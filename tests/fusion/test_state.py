@@ -43,14 +43,14 @@ def train(cluster: Cluster, first: int, last: int) -> list[list[torch.Tensor]]:
 
 def save(cluster: Cluster, path: Path | str) -> dict[str, Any]:
     text = cluster.settings[0].describe()
-    entries = cluster.each(lambda rank: checkpoint.save(cluster.controllers[rank], text, path))
+    entries = cluster.each(lambda rank: checkpoint.save(cluster.engines[rank], text, path))
     assert all(entry == entries[0] for entry in entries)
     return entries[0]
 
 
 def restore(cluster: Cluster, entry: dict[str, Any], path: Path | str) -> list[list[str]]:
     text = cluster.settings[0].describe()
-    return cluster.each(lambda rank: checkpoint.restore(cluster.controllers[rank], text, entry, path))
+    return cluster.each(lambda rank: checkpoint.restore(cluster.engines[rank], text, entry, path))
 
 
 def total(cluster: Cluster, index: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_residuals_are_saved_in_logical_order(make: Make) -> None:
     real = {name: torch.view_as_real(p.grad) if p.is_complex() else p.grad for name, p in model.named_parameters()}
     flat = [real[name].as_strided((real[name].numel(),), (1,)) for name in names]
     memory.compensate(range(len(flat)), flat, [False] * len(flat), torch.ones(len(flat)))
-    saved = local_state(cluster.controllers[0])["memory"]["residual"]
+    saved = local_state(cluster.engines[0])["memory"]["residual"]
     assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == {
         "conv.weight": (4, 3, 2, 2),
         "turned": (3, 5, 2),
@@ -82,7 +82,7 @@ def test_residuals_are_saved_in_logical_order(make: Make) -> None:
         assert torch.equal(tensor, real[name])
     # the same model in the usual memory format
     contiguous = make(1, [replace(spec, strides=None) for spec in cluster.specs])
-    held = MemoryBuilder(contiguous.controllers[0])
+    held = MemoryBuilder(contiguous.engines[0])
     held.add({"residual": saved})
     held.restore()
     for index, name in enumerate(names):
@@ -99,15 +99,15 @@ def test_order_and_plan_are_restored(make: Make, tmp_path: Path) -> None:
     train(whole, 0, 5)
     entry = save(whole, tmp_path / "a.ckpt")
     assert restore(resumed, entry, tmp_path / "a.ckpt") == [[], []]
-    controller = resumed.controllers[0]
-    assert controller.planner.current == whole.controllers[0].planner.current is not None
-    assert [s.index for s in controller.space.layout.specs] == whole.order
+    engine = resumed.engines[0]
+    assert engine.planner.current == whole.engines[0].planner.current is not None
+    assert [s.index for s in engine.space.layout.specs] == whole.order
     # DDP's first bucket holds everything, in the order of registration: neither order nor plan is lost over it
     grads = whole.random_grads(5)
     expected, found = whole.step(grads), resumed.step(grads, order=range(len(whole.specs)))
-    assert [s.index for s in controller.space.layout.specs] == whole.order
-    assert controller.record is not None
-    assert controller.record.as_dict()["plan"] == whole.controllers[0].record.as_dict()["plan"]
+    assert [s.index for s in engine.space.layout.specs] == whole.order
+    assert engine.record is not None
+    assert engine.record.as_dict()["plan"] == whole.engines[0].record.as_dict()["plan"]
     for ours, theirs in zip(expected, found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     for a, b in zip(train(whole, 6, 9)[0], train(resumed, 6, 9)[0], strict=True):
@@ -118,15 +118,15 @@ def test_agreed_costs_and_the_schedule_are_restored(make: Make) -> None:
     options = {"fusion": Adaptive(cadence=Cadence(warmup_every=4)), "collective": "auto", "density": 0.01}
     first, second = make(2, measure=True, **options), make(2, measure=True, **options)
     train(first, 0, 9)
-    states = [common_state(controller) for controller in first.controllers]
+    states = [common_state(engine) for engine in first.engines]
     assert states[0] == states[1]
     planner = states[0]["planner"]
     assert planner["schedule"]["windows"] == 7
     profile = AgreedProfile.from_vector(np.array(planner["profile"]))
     assert len(profile.arrivals) == len(first.specs)
     assert isinstance(profile.allgather, LinearCost)
-    second.each(lambda rank: restore_common(second.controllers[rank], states[rank]))
-    assert common_state(second.controllers[0]) == states[0]
+    second.each(lambda rank: restore_common(second.engines[rank], states[rank]))
+    assert common_state(second.engines[0]) == states[0]
     train(second, 9, 15)  # agrees on costs and verifies the plan, or raises
 
 
@@ -134,30 +134,30 @@ def test_what_exchanges_have_learnt_goes_on_where_it_stopped(make: Make, tmp_pat
     options = {"collective": "oktopk", "fusion": "wfbp", "tensors": specs(((40, 30), (40,), (90, 70), (7, 11), (64,)))}
     whole, resumed, fewer = make(3, **options), make(3, **options), make(2, **options)
     train(whole, 0, 4)
-    learnt = common_state(whole.controllers[0])["exchanges"]
+    learnt = common_state(whole.engines[0])["exchanges"]
     assert len(learnt) > 2
     assert max(state["step"] for _, state in learnt) > 1  # in step 0 thresholds are found anew
     entry = save(whole, tmp_path / "a.ckpt")
     assert restore(resumed, entry, tmp_path / "a.ckpt") == [[]] * 3
-    assert common_state(resumed.controllers[0])["exchanges"] == learnt  # nothing has been built yet
+    assert common_state(resumed.engines[0])["exchanges"] == learnt  # nothing has been built yet
     for a, b in zip(train(whole, 4, 8)[0], train(resumed, 4, 8)[0], strict=True):
         assert torch.equal(a, b)
-    assert common_state(resumed.controllers[0]) == common_state(whole.controllers[0])
+    assert common_state(resumed.engines[0]) == common_state(whole.engines[0])
     assert restore(fewer, entry, tmp_path / "a.ckpt") == [[]] * 2
-    assert common_state(fewer.controllers[0])["exchanges"] == []
+    assert common_state(fewer.engines[0])["exchanges"] == []
 
 
 def test_what_exchanges_have_learnt_outlives_a_job_but_not_an_abandoned_window(make: Make) -> None:
     cluster = make(2, collective="oktopk", fusion="single")
     train(cluster, 0, 3)
-    learnt = [common_state(controller)["exchanges"] for controller in cluster.controllers]
-    cluster.each(lambda rank: cluster.controllers[rank].release())
-    assert [common_state(controller)["exchanges"] for controller in cluster.controllers] == learnt
+    learnt = [common_state(engine)["exchanges"] for engine in cluster.engines]
+    cluster.each(lambda rank: cluster.engines[rank].release())
+    assert [common_state(engine)["exchanges"] for engine in cluster.engines] == learnt
     assert len(learnt[0]) == 1
     train(cluster, 3, 4)
-    cluster.controllers[1].push(cluster.order[0], torch.zeros(cluster.specs[cluster.order[0]].numel))
-    cluster.each(lambda rank: cluster.controllers[rank].reset())
-    assert common_state(cluster.controllers[1])["exchanges"] == []
+    cluster.engines[1].push(cluster.order[0], torch.zeros(cluster.specs[cluster.order[0]].numel))
+    cluster.each(lambda rank: cluster.engines[rank].reset())
+    assert common_state(cluster.engines[1])["exchanges"] == []
 
 
 def test_with_other_settings_only_counters_and_order_are_restored(make: Make, tmp_path: Path) -> None:
@@ -166,19 +166,19 @@ def test_with_other_settings_only_counters_and_order_are_restored(make: Make, tm
     entry = save(saved, tmp_path / "a.ckpt")
     for other in (make(3), make(2, fusion="wfbp"), make(2, wire="bf16")):
         assert restore(other, entry, tmp_path / "a.ckpt") == [[]] * len(other.transports)
-        assert other.controllers[0].windows == 4
-        assert other.controllers[0].planner.current is None
-        assert [s.index for s in other.controllers[0].space.layout.specs] == saved.order
+        assert other.engines[0].windows == 4
+        assert other.engines[0].planner.current is None
+        assert [s.index for s in other.engines[0].space.layout.specs] == saved.order
         train(other, 4, 6)
 
 
 def test_a_plan_for_another_model_is_refused(make: Make) -> None:
     cluster = make(1)
     train(cluster, 0, 3)
-    state = common_state(cluster.controllers[0])["planner"]
+    state = common_state(cluster.engines[0])["planner"]
     state["plan"] = state["plan"][:-1]
     with pytest.raises(ValueError, match=f"the model has {len(cluster.specs)}"):
-        cluster.controllers[0].planner.load_state_dict(state, cluster.controllers[0].space.shape)
+        cluster.engines[0].planner.load_state_dict(state, cluster.engines[0].space.shape)
 
 
 @pytest.mark.parametrize("scope", ["tensor", "group"])
@@ -186,19 +186,19 @@ def test_a_plan_for_another_model_is_refused(make: Make) -> None:
 def test_learnt_thresholds_follow_their_tensor(make: Make, compressor: Any, scope: str) -> None:
     first = make(1, fusion="wfbp", compressor=compressor(), scope=scope)
     train(first, 0, 4)
-    state = local_state(first.controllers[0])["compressor"]
+    state = local_state(first.engines[0])["compressor"]
     assert all("t" in str(key) for key in state["keys"])
     # the same tensors, registered the other way round
     turned = [replace(spec, index=i) for i, spec in enumerate(reversed(first.specs))]
     second = make(1, turned, fusion="wfbp", compressor=compressor(), scope=scope)
-    restore_sparsifier(second.controllers[0], state)
+    restore_sparsifier(second.engines[0], state)
     last = len(turned) - 1
-    for key in first.controllers[0].space.selector.sparsifier.state_dict()["keys"]:
+    for key in first.engines[0].space.selector.sparsifier.state_dict()["keys"]:
         moved = last - key if isinstance(key, int) else (key[0], last - key[1], key[2])
-        assert moved in second.controllers[0].space.selector.sparsifier.state_dict()["keys"]
-    assert local_state(second.controllers[0])["compressor"]["keys"] == state["keys"]
+        assert moved in second.engines[0].space.selector.sparsifier.state_dict()["keys"]
+    assert local_state(second.engines[0])["compressor"]["keys"] == state["keys"]
     with pytest.raises(ValueError, match="not the state of"):
-        restore_sparsifier(second.controllers[0], {"keys": ["t1"]})
+        restore_sparsifier(second.engines[0], {"keys": ["t1"]})
 
 
 def test_tensors_are_matched_by_name_and_shape(make: Make, tmp_path: Path) -> None:
@@ -236,13 +236,13 @@ def test_the_sum_held_back_survives_any_number_of_workers(
 
 def test_a_tensor_that_waits_for_its_optimizer_still_does(make: Make, tmp_path: Path) -> None:
     saved, other = make(2), make(2)
-    for controller in (*saved.controllers, *other.controllers):
-        controller.steps.tracked[:] = True
+    for engine in (*saved.engines, *other.engines):
+        engine.steps.tracked[:] = True
     train(saved, 0, 1)
-    for controller in saved.controllers:
-        controller.steps.unstepped[:3] = False
+    for engine in saved.engines:
+        engine.steps.unstepped[:3] = False
     restore(other, save(saved, tmp_path / "a.ckpt"), tmp_path / "a.ckpt")
-    assert other.controllers[0].steps.unstepped.tolist() == [False] * 3 + [True] * (len(saved.specs) - 3)
+    assert other.engines[0].steps.unstepped.tolist() == [False] * 3 + [True] * (len(saved.specs) - 3)
 
 
 def test_an_engine_that_trained_on_goes_back(make: Make, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_workers_that_loaded_different_checkpoints_all_begin_with_nothing(make: 
     entries = [save(cluster, tmp_path / name) for name in "ab"]
     text = cluster.settings[0].describe()
     notes = cluster.each(
-        lambda rank: checkpoint.restore(cluster.controllers[rank], text, entries[rank], tmp_path / "ab"[rank])
+        lambda rank: checkpoint.restore(cluster.engines[rank], text, entries[rank], tmp_path / "ab"[rank])
     )
     assert notes[0] == notes[1]
     assert "different checkpoints" in notes[0][0]

@@ -21,7 +21,7 @@ from lightning_safusion.fusion.launching.ticking import Ticking, Ticks
 from lightning_safusion.fusion.plans.ticking import Horovod, fuse_ready
 from lightning_safusion.sparsify.selection.survey import Selector
 from tests.cluster import Cluster, conserved, settings, specs
-from tests.fusion.test_controller import Failing
+from tests.fusion.test_hard_windows import Failing
 from tests.quick import slow
 
 
@@ -126,18 +126,18 @@ def make(make: Callable[..., Cluster]) -> Callable[..., Cluster]:
 
 def hurry(cluster: Cluster, seed: int) -> None:
     """Makes every rank push at a pace of its own, which changes, and by a clock of its own."""
-    for rank, controller in enumerate(cluster.controllers):
+    for rank, engine in enumerate(cluster.engines):
         rng, clock = np.random.default_rng([seed, rank]), Clock()
-        assert controller.launching.ticks is not None
-        controller.launching.ticks.now, controller.launching.ticks.pause = clock.now, clock.pause
+        assert engine.launching.ticks is not None
+        engine.launching.ticks.now, engine.launching.ticks.pause = clock.now, clock.pause
 
         def slow(
-            index: int, grad: Any, fresh: bool = True, rng: Any = rng, clock: Clock = clock, to: Any = controller
+            index: int, grad: Any, fresh: bool = True, rng: Any = rng, clock: Clock = clock, to: Any = engine
         ) -> None:
             clock.pause(float(rng.exponential(3e-4)))
             Engine.push(to, index, grad, fresh)
 
-        controller.push = slow  # type: ignore[method-assign] # a worker's pace is what is varied
+        engine.push = slow  # type: ignore[method-assign] # a worker's pace is what is varied
 
 
 class Seen:
@@ -156,16 +156,16 @@ def test_nothing_is_lost_and_all_ranks_send_the_same_buffers(
 ) -> None:
     cluster = make(world_size, **options)
     hurry(cluster, seed=world_size)
-    seen = [Seen() for _ in cluster.controllers]
-    for controller, each in zip(cluster.controllers, seen, strict=True):
-        controller.observers.append(each)
+    seen = [Seen() for _ in cluster.engines]
+    for engine, each in zip(cluster.engines, seen, strict=True):
+        engine.observers.append(each)
     done, given = conserved(cluster, steps=12)
     for result, total in zip(done, given, strict=True):
         torch.testing.assert_close(result, total, rtol=0, atol=2e-5 * float(total.abs().max()) if len(total) else 0)
     assert all(each.windows == seen[0].windows for each in seen)
     assert len(seen[0].windows) == 12
     assert len(set(map(tuple, seen[0].windows[2:]))) > 1  # each step has other buffers
-    assert all(len(controller.space.buffers) <= 10 for controller in cluster.controllers)  # and keeps no old ones
+    assert all(len(engine.space.buffers) <= 10 for engine in cluster.engines)  # and keeps no old ones
 
 
 def test_buffers_change_no_number(make: Callable[..., Cluster]) -> None:
@@ -185,13 +185,13 @@ def test_an_error_on_one_rank_is_raised_on_all(make: Callable[..., Cluster]) -> 
     hurry(cluster, seed=2)
     failing = Failing()
     failing.fail = True
-    cluster.controllers[1].space.selector = Selector(failing)
+    cluster.engines[1].space.selector = Selector(failing)
 
     def attempt(rank: int, grads: Any) -> str:
         try:
             for index in cluster.order:
-                cluster.controllers[rank].push(index, grads[rank][index].clone())
-            cluster.controllers[rank].drain()
+                cluster.engines[rank].push(index, grads[rank][index].clone())
+            cluster.engines[rank].drain()
         except (ValueError, RuntimeError) as error:
             return str(error)
         return "none"
@@ -211,25 +211,25 @@ def test_a_lost_rank_is_named_by_the_agreement(make: Callable[..., Cluster]) -> 
     cluster = make(2, **SPARSE)
     for step in range(3):
         cluster.step(cluster.random_grads(step))
-    ticks = cluster.controllers[0].launching.ticks
+    ticks = cluster.engines[0].launching.ticks
     assert ticks is not None
     ticks.transport._exchange.timeout = 0.2  # type: ignore[attr-defined] # of the virtual workers
     grads = cluster.random_grads(3)[0]
     for index in cluster.order:
-        cluster.controllers[0].push(index, grads[index].clone())
+        cluster.engines[0].push(index, grads[index].clone())
     with pytest.raises(RuntimeError, match="rank 0: the agreement on which tensors are ready on all ranks failed"):
-        cluster.controllers[0].drain()
+        cluster.engines[0].drain()
 
 
 def test_an_abandoned_backward_pass_cannot_be_gone_on_from(make: Callable[..., Cluster]) -> None:
     cluster = make(1, cycle_s=0.0, **SPARSE)
     for step in range(3):
         cluster.step(cluster.random_grads(step))
-    controller, grads = cluster.controllers[0], cluster.random_grads(3)[0]
+    engine, grads = cluster.engines[0], cluster.random_grads(3)[0]
     for index in cluster.order[:4]:
-        controller.push(index, grads[index].clone())
+        engine.push(index, grads[index].clone())
     with pytest.raises(RuntimeError, match="backward pass did not finish.*checkpoint.*'aligned'"):
-        controller.push(cluster.order[0], grads[cluster.order[0]].clone())
+        engine.push(cluster.order[0], grads[cluster.order[0]].clone())
 
 
 def test_gradients_out_of_order_leave_when_all_have_come(make: Callable[..., Cluster]) -> None:
@@ -244,23 +244,23 @@ def test_gradients_out_of_order_leave_when_all_have_come(make: Callable[..., Clu
 
 
 def test_where_nothing_may_leave_early_nothing_is_asked() -> None:
-    controllers = []
+    engines = []
     for transport in local_transports(1):
         made = settings(fusion=Horovod(threshold_bytes=4000), **SPARSE)
-        controllers.append(
+        engines.append(
             build_engine(made, specs(), transport, torch.device("cpu"), JobTraits(measure=False, overlap=False))
         )
-    (controller,) = controllers
+    (engine,) = engines
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
         for spec in reversed(specs()):
-            controller.push(spec.index, torch.randn(spec.numel, generator=generator))
-        assert not isinstance(controller.launching, Ticking)
-        controller.drain()
-    assert controller.record is not None
+            engine.push(spec.index, torch.randn(spec.numel, generator=generator))
+        assert not isinstance(engine.launching, Ticking)
+        engine.drain()
+    assert engine.record is not None
     assert (
-        len(controller.record.events.buffers)
-        == len(Horovod(threshold_bytes=4000).plan(controller.planner.costs(controller.space.shape)).groups)
+        len(engine.record.events.buffers)
+        == len(Horovod(threshold_bytes=4000).plan(engine.planner.costs(engine.space.shape)).groups)
         > 1
     )
 

@@ -17,14 +17,14 @@ def unreadable(index: int) -> Moment | None:
 def test_units_that_cannot_be_read_stop_all_ranks(collective: str) -> None:
     cluster = Cluster(2, lambda: settings(collective=collective, density=0.05), specs())
     cluster.step(cluster.random_grads(0))
-    cluster.controllers[0].space.compare_in(UpdateUnits(unreadable, torch.device("cpu")))
+    cluster.engines[0].space.compare_in(UpdateUnits(unreadable, torch.device("cpu")))
     grads = cluster.random_grads(1)
 
     def window(rank: int) -> str:
         try:
             for index in cluster.order:
-                cluster.controllers[rank].push(index, grads[rank][index])
-            cluster.controllers[rank].drain()
+                cluster.engines[rank].push(index, grads[rank][index])
+            cluster.engines[rank].drain()
         except (RuntimeError, TypeError) as error:
             return str(error)
         return ""

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion import strategy as strategy_module
+from lightning_safusion.integration import fit as fit_module
 from lightning_safusion.integration.binding import Bound, describe_untrained, needs_plain_ddp, untrained
 from tests.models import classification, trainer
 from tests.process_group import run_launched
@@ -61,7 +61,7 @@ class Net(LightningModule):
 def fit(rank: int, model: LightningModule, density: Any = 0.05, **options: Any) -> Any:
     """Trains on this rank for eight steps: what was noted, and the parameters."""
     said: list[str] = []
-    strategy_module.announce = said.append  # type: ignore[assignment]  # in a process of its own
+    fit_module.announce = said.append  # type: ignore[assignment]  # in a process of its own
     strategy = SAFusionStrategy(**(SPARSE | {"density": density}))
     trainer(strategy, max_epochs=2, **options).fit(model, classification(128))
     return model.steps, [p.detach().clone() for p in model.parameters()], said, model.own

@@ -172,7 +172,7 @@ def _sent_dense(rank: int, path: Path, folder: Path, options: dict[str, Any]) ->
     last = run(ours(**options), 5, ckpt=folder / "after.ckpt", model=StepModel(momentum=0.0))
     names = [name for name, _ in first.lightning_module.named_parameters()]
     step = {n: a - b for n, a, b in zip(names, parameters(first), parameters(plain), strict=True)}
-    return {"step": step, "reasons": [job.strategy.report()["plain_ddp"] for job in (first, last)]}
+    return {"step": step, "reasons": [job.strategy.figures()["plain_ddp"] for job in (first, last)]}
 
 
 def _share_a_memory(rank: int) -> bool:
@@ -239,7 +239,7 @@ def _resume_damaged(rank: int, folder: Path) -> dict[str, Any]:
             job = run(ours(**options), 5, saving(after, 3), ckpt=path, model=model)
         side = torch.load(part_file(Path(f"{after}.safusion"), rank), weights_only=True)["memory"]
         held = max(float(tensor.abs().max()) for field in side.values() for tensor in field.values())
-        results[name] = complaints(caught), held, parameters(job), job.strategy.report()["windows"]
+        results[name] = complaints(caught), held, parameters(job), job.strategy.figures()["windows"]
     return results
 
 
@@ -292,7 +292,7 @@ def _pruning(rank: int, folder: Path) -> list[str]:
         warnings.simplefilter("always")
         job = run(ours(), 5, ckpt=link)
     assert link.is_symlink()
-    assert job.strategy.report()["windows"] == 5
+    assert job.strategy.figures()["windows"] == 5
     return complaints(caught)
 
 
@@ -325,11 +325,11 @@ def _kinds(rank: int, folder: Path) -> dict[str, Any]:
             facts[name] = equal(whole, parameters(run(ours(), 6, ckpt=folder / f"{name}.ckpt", deterministic=True)))
         job.validate(ckpt_path=folder / "last.ckpt", verbose=False)
         plain = run(ddp(), 3, saving(folder / "plain.ckpt", 2), deterministic=True)
-        facts["ours from ddp"] = run(ours(), 4, ckpt=folder / "plain.ckpt").strategy.report()["windows"]
+        facts["ours from ddp"] = run(ours(), 4, ckpt=folder / "plain.ckpt").strategy.figures()["windows"]
         facts["ddp from ours"] = run(ddp(), 5, ckpt=folder / "last.ckpt").global_step
         search = LearningRateFinder(num_training_steps=3, update_attr=False, early_stop_threshold=None)
         searched = run(ours(), 6, search, deterministic=True, default_root_dir=folder)
-        facts["search"] = equal(whole, parameters(searched)), searched.strategy.report()["windows"]
+        facts["search"] = equal(whole, parameters(searched)), searched.strategy.figures()["windows"]
     facts["differs from ddp"] = not equal(whole, parameters(plain))
     facts["complaints"] = complaints(caught)
     return facts

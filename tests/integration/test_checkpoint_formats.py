@@ -30,7 +30,7 @@ def _resume_old(rank: int, folder: Path) -> dict[str, Any]:
         whole = run(ours(), 9, saving(folder / "whole.ckpt", 4), deterministic=True)
     return {
         "complaints": complaints(caught),
-        "windows": resumed.strategy.report()["windows"],
+        "windows": resumed.strategy.figures()["windows"],
         "same end": equal(parameters(resumed), parameters(whole)),
     }
 
@@ -41,7 +41,8 @@ def test_a_checkpoint_of_format_1_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert [(result["complaints"], result["windows"]) for result in results] == [([], 9)] * 2
     old, again, whole = (torch.load(folder / f"{name}.ckpt", weights_only=True) for name in ("old", "again", "whole"))
     assert old["safusion"]["format"] == 1
-    assert again["safusion"]["engine"] == old["safusion"]["engine"] | {"shares": [[], []]}
+    since = {"shares": [[], []], "first_windows": {"steps": 0.0, "share": 0.0, "began": 0}}
+    assert again["safusion"]["engine"] == old["safusion"]["engine"] | since
     for rank in range(2):
         part = torch.load(OLD / "old.ckpt.safusion" / f"rank_{rank:05d}.pt", weights_only=True)
         restored = held_back(folder / "again.ckpt.safusion", rank)
@@ -75,4 +76,4 @@ def _resume_on(rank: int, folder: Path) -> tuple[list[str], int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         job = run(ours(), 5, ckpt=folder / "old.ckpt")
-    return complaints(caught), job.strategy.report()["windows"]
+    return complaints(caught), job.strategy.figures()["windows"]

@@ -31,18 +31,18 @@ def clusters(request: pytest.FixtureRequest) -> Iterator[tuple[Cluster, Cluster]
 
 def save(cluster: Cluster, path: Path) -> dict[str, Any]:
     text = cluster.settings[0].describe()
-    return cluster.each(lambda rank: checkpoint.save(cluster.controllers[rank], text, path))[0]
+    return cluster.each(lambda rank: checkpoint.save(cluster.engines[rank], text, path))[0]
 
 
 def restore(cluster: Cluster, entries: list[dict[str, Any]], path: Path) -> list[str]:
     text = cluster.settings[0].describe()
-    first, second = cluster.each(lambda rank: checkpoint.restore(cluster.controllers[rank], text, entries[rank], path))
+    first, second = cluster.each(lambda rank: checkpoint.restore(cluster.engines[rank], text, entries[rank], path))
     assert first == second
     return first
 
 
 def residuals(cluster: Cluster, rank: int) -> dict[str, torch.Tensor]:
-    return local_state(cluster.controllers[rank])["memory"]["residual"]
+    return local_state(cluster.engines[rank])["memory"]["residual"]
 
 
 def rewrite(path: Path, entry: dict[str, Any], rank: int, change: Change) -> None:
@@ -163,6 +163,7 @@ ENTRIES: dict[str, tuple[Change, str]] = {
     "windows": (_set("engine", "windows", value="many"), "has 'many' as 'windows' in 'engine'"),
     "negative": (_set("engine", "windows", value=-5), "has -5 as 'windows' in 'engine'"),
     "density": (_set("engine", "density", value=float("nan")), "has nan as 'density' in 'engine'"),
+    "first windows": (_set("engine", "first_windows", value=[1]), "has [1] as 'first_windows' in 'engine'"),
     "tensors": (_set("engine", "tensors", value=[3, "t0"]), "has [3, 't0'] as 'tensors' in 'engine'"),
     "nonce": (_set("nonce", value="../../a"), "has '../../a' as 'nonce'"),
     "exchanges": (_set("engine", "exchanges", value=[3]), "cannot be restored: TypeError"),
@@ -184,7 +185,7 @@ def test_a_damaged_entry_is_an_error_on_all_ranks(clusters: tuple[Cluster, Clust
 
     def refused(rank: int) -> str:
         with pytest.raises(ValueError, match="the entry 'safusion' of .*a.ckpt is damaged") as caught:
-            checkpoint.restore(other.controllers[rank], text, (entry, damaged)[rank], path)
+            checkpoint.restore(other.engines[rank], text, (entry, damaged)[rank], path)
         return str(caught.value)
 
     first, second = other.each(refused)

@@ -33,9 +33,9 @@ def test_after_its_first_review_it_says_what_a_step_takes_and_would_take() -> No
     def run(rank: int) -> tuple[list[str], list[Any], dict[str, Any]]:
         said, steps = Lines(), []
         strategy = SAFusionStrategy(**SPARSE)
-        watch = LambdaCallback(on_train_batch_end=lambda *_: steps.append(strategy.report()["step_s"]))
+        watch = LambdaCallback(on_train_batch_end=lambda *_: steps.append(strategy.figures()["step_s"]))
         trainer(strategy, callbacks=[watch], max_epochs=2).fit(TinyClassifier(), classification())
-        return [line for line in said.lines if "under DDP" in line], steps, strategy.report()
+        return [line for line in said.lines if "under DDP" in line], steps, strategy.figures()
 
     (said, steps, report), (silent, others, _) = run_launched(2, run)
     assert len(said) == 1
@@ -51,7 +51,7 @@ def test_plain_ddp_says_why_and_has_no_figures() -> None:
     said, strategy = Lines(), SAFusionStrategy(system="ddp")
     trainer(strategy, devices=1, max_steps=2).fit(TinyClassifier(), classification())
     assert "SAFusionStrategy: DDP without the engine is used, because system='ddp' asks for it." in said.lines
-    report = strategy.report()
+    report = strategy.figures()
     assert (report["plan"], report["collectives"], report["windows"]) == ([], [], 0)
     figures = ("step", "density", "achieved_density", "bytes_sent", "dense_bytes", "exposed_s", "step_s", "ddp_step_s")
     assert {report[name] for name in (*figures, "last_engine_step")} == {None}
@@ -63,11 +63,11 @@ def test_the_latest_step_of_the_engine_is_known_after_plain_ddp_has_taken_over()
 
         def leave(trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int) -> None:
             if index == 2:
-                strategy._go_plain("the test says so")
+                strategy._fit.go_plain("the test says so")
 
         watch = LambdaCallback(on_train_batch_end=leave)
         trainer(strategy, callbacks=[watch], max_steps=5).fit(TinyClassifier(), classification())
-        return strategy.report()
+        return strategy.figures()
 
     for report in run_launched(2, run):
         assert (report["plain_ddp"], report["last_engine_step"], report["windows"]) == ("the test says so", 2, 3)
@@ -100,10 +100,10 @@ def test_that_plain_ddp_is_faster_is_known_to_the_next_fit() -> None:
         strategy.begin_with({"plain_ddp": "it was faster before", "engine": None})
         job = trainer(strategy)
         job.fit(model, classification())
-        told = strategy.report()["plain_ddp"]
+        told = strategy.figures()["plain_ddp"]
         job.fit_loop.max_epochs = 2
         job.fit(model, classification())  # and not to the one after it
-        assert strategy.report()["plain_ddp"] != told
+        assert strategy.figures()["plain_ddp"] != told
         return told, [param.detach() for param in model.parameters()]
 
     (first, mine), (second, theirs) = run_launched(2, run)

@@ -93,8 +93,8 @@ class Interrupted(TinyClassifier):
         self.folder, self.step = folder, step
 
     def on_after_backward(self) -> None:
-        controller = self.trainer.strategy.controller  # type: ignore[attr-defined]
-        agreed = controller is not None and controller.planner.dense_for_good
+        engine = self.trainer.strategy.engine  # type: ignore[attr-defined]
+        agreed = engine is not None and engine.planner.dense_for_good
         if self.global_rank == 1 and (agreed if self.step is None else self.trainer.global_step == self.step):
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -113,7 +113,7 @@ class Interrupted(TinyClassifier):
     def _note(self, where: str) -> None:
         path = self.folder / f"{where}{self.global_rank}.pt"
         if self.trainer.received_sigterm and not path.exists():
-            torch.save((self.trainer.global_step, self.trainer.strategy.controller is None), path)  # type: ignore[attr-defined]
+            torch.save((self.trainer.global_step, self.trainer.strategy.engine is None), path)  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -68,8 +68,8 @@ class Mass(Callback):
 
 def residuals(trainer: Trainer) -> dict[str, Tensor]:
     assert isinstance(trainer.strategy, SAFusionStrategy)
-    assert trainer.strategy.controller is not None
-    held = local_state(trainer.strategy.controller)["memory"]["residual"]
+    assert trainer.strategy.engine is not None
+    held = local_state(trainer.strategy.engine)["memory"]["residual"]
     return {name: tensor.clone() for name, tensor in held.items()}
 
 

@@ -21,10 +21,11 @@ from lion_pytorch import Lion
 from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, OneCycleLR, StepLR
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.integration.optimizer import MomentumSwitch, suited
-from lightning_safusion.integration.pace import Pace
+from lightning_safusion.integration.pace import Pace, risen
 from lightning_safusion.integration.parameters import caution, refuse_double_momentum, suit_density
 from lightning_safusion.integration.units import SecondMoments, compares_updates, is_schedule_free
 from lightning_safusion.sparsify import DecoupledMomentum, EF21Memory, ResidualMemory
@@ -254,7 +255,7 @@ def test_muon_gets_running_estimates(caplog: pytest.LogCaptureFixture, tmp_path:
         with caplog.at_level(logging.INFO):
             job.fit(model, classification())
         assert strategy.optimizers[0].param_groups[0]["momentum"] == 0.95  # between steps
-        found = [strategy.settings.memory.name, strategy.settings.density.lasting(), strategy.report()["density"]]
+        found = [strategy.settings.memory.name, strategy.settings.density.lasting(), strategy.figures()["density"]]
         back = suited(strategy.settings, [AdamW(model.parameters())]).memory.name  # as for a later fit
         job.save_checkpoint(tmp_path / "last.ckpt")
         dense = SAFusionStrategy(density=1.0)
@@ -262,7 +263,7 @@ def test_muon_gets_running_estimates(caplog: pytest.LogCaptureFixture, tmp_path:
             Orthogonalized(), classification(), ckpt_path=tmp_path / "last.ckpt"
         )
         assert dense.report()["plain_ddp"] is None  # what was not sent yet leaves with the first gradients
-        assert dense.report()["windows"] > strategy.report()["windows"]
+        assert dense.report()["windows"] > strategy.figures()["windows"]
         assert all(state["momentum_buffer"].any() for state in dense.optimizers[0].state.values())
         return [*found, back], [param.detach().clone() for param in model.parameters()], caplog.text
 
@@ -361,7 +362,7 @@ def test_the_default_compares_updates_of_adamw(caplog: pytest.LogCaptureFixture)
             assert all(torch.equal(weights_[0], other) for other in weights_)
     assert not all(torch.equal(a, b) for a, b in zip(trained[0], trained[2], strict=True))
     assert "Elements are compared by how far they would move" in said
-    assert "; the first 100 steps send more, so compare longer runs; " in said
+    assert "; the first 100 steps send more, and longer in a warm-up, so compare longer runs; " in said
 
 
 def test_the_first_windows_send_more() -> None:
@@ -372,31 +373,64 @@ def test_the_first_windows_send_more() -> None:
             self.densities: list[float] = []
 
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            engine = trainer.strategy.controller  # type: ignore[attr-defined]  # of this strategy
-            engine.opening = opening if engine.opening else None
+            engine = trainer.strategy.engine  # type: ignore[attr-defined]  # of this strategy
+            first = engine.first_windows
+            first.opening = opening if first.opening else None
 
         def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            report = trainer.strategy.report()  # type: ignore[attr-defined]
+            report = trainer.strategy.figures()  # type: ignore[attr-defined]
             self.densities.append(report["density"])
-            self.counted = trainer.strategy.controller.planner._schedule.windows  # type: ignore[attr-defined]
+            self.counted = trainer.strategy.engine.planner._schedule.windows  # type: ignore[attr-defined]
             assert report["achieved_density"] < 0.5
+
+    def warming_up(steps: int) -> TinyClassifier:
+        model = adamw()
+        optimizer = AdamW(model.parameters(), 0.01)
+        warm_up = LambdaLR(optimizer, lambda step: min(1.0, 0.25 + step / steps))
+        model.configure_optimizers = lambda: ([optimizer], [{"scheduler": warm_up, "interval": "step"}])  # type: ignore[method-assign]
+        return model
 
     def run(rank: int) -> list[tuple[list[float], int]]:
         noted = []
-        schedule = LinearRamp(0.08, 0.04, 2)
-        for units, density in (("auto", 0.15), ("gradient", 0.15), ("auto", schedule)):
+        schedule, late = LinearRamp(0.08, 0.04, 2), warming_up(40 if rank else 4)
+        jobs = [("auto", 0.15, adamw()), ("gradient", 0.15, adamw()), ("auto", schedule, adamw()), ("auto", 0.15, late)]
+        for units, density, model in jobs:
             noting = Noting()
             strategy = SAFusionStrategy(density=density, collective="allgather", select_by=units)
-            trainer(strategy, max_epochs=2, max_steps=16, callbacks=[noting]).fit(adamw(), classification())
+            trainer(strategy, max_epochs=2, max_steps=16, callbacks=[noting]).fit(model, classification())
             noted.append((noting.densities, noting.counted))
         return noted
 
-    for (update, anew), (gradient, all_windows), (own, throughout) in run_launched(2, run):
+    for (update, anew), (gradient, all_windows), (own, throughout), (warmed_up, _) in run_launched(2, run):
         assert anew < all_windows == throughout  # plans are reviewed often again, but not under the user's own schedule
         assert update == [max(0.15, opening(step)) for step in range(16)]
         assert update[0] > update[-1] == 0.15
+        assert warmed_up == [0.35, 0.35, *update[:-2]]  # 2.5 of the four steps, and two more; rank 1 follows
         assert gradient == [0.15] * 16
         assert own == pytest.approx([0.08, 0.06, *[0.04] * 14])  # the user's own schedule stays as it is
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        (None, [1, 1]),
+        (lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=20, pct_start=0.1, div_factor=5), [0.2, 1]),
+        (lambda optimizer: LinearLR(optimizer, 0.25, total_iters=2), [0.25, 0.625]),
+        (lambda optimizer: LambdaLR(optimizer, lambda step: step / 10), [1, 0.1]),  # of a rate of 0 nothing is known
+        (lambda optimizer: StepLR(optimizer, 1, gamma=0.5), [1, 0.5]),
+        (lambda optimizer: ConstantLR(optimizer, 0.5), [0.5, 0.5]),
+    ],
+)
+def test_how_far_a_learning_rate_has_risen(schedule: Callable[[Optimizer], Any] | None, shares: list[float]) -> None:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer, other = AdamW([param], 0.01), AdamW([param], torch.tensor(0.01))
+    scheduler = schedule(optimizer) if schedule else None
+    for share in shares:
+        assert risen([optimizer]) == pytest.approx(share)
+        assert risen([other]) == risen([]) == 1
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
 
 
 def test_what_is_learned_does_not_depend_on_the_plan() -> None:

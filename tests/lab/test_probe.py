@@ -77,7 +77,7 @@ def test_figures_are_those_computed_by_hand(system: str, tmp_path: Path) -> None
 
 
 def held(cluster: Cluster, rank: int) -> dict[int, Tensor]:
-    space = cluster.controllers[rank].space
+    space = cluster.engines[rank].space
     return by_index(space.accumulated(), space.layout)
 
 
@@ -106,7 +106,7 @@ def test_figures_are_those_of_vectors_of_all_elements(options: dict[str, Any]) -
         residuals = [[cluster.residual(rank, spec.index) for spec in cluster.specs] for rank in range(3)]
         before = cluster.each(lambda rank: held(cluster, rank))
         delivered = cluster.step(grads)
-        figures = cluster.each(lambda rank, b=before: convergence_figures(cluster.controllers[rank].record, b[rank]))
+        figures = cluster.each(lambda rank, b=before: convergence_figures(cluster.engines[rank].record, b[rank]))
         total = ConvergenceFigures(figures[0].names, torch.stack([each.sums for each in figures]).sum(0))
         values = total.values()
         for spec in cluster.specs:
@@ -137,7 +137,7 @@ def test_everything_sent_has_no_distance_and_one_per_row_covers_all() -> None:
         cluster = Cluster(2, lambda: settings(collective="allgather", **options), specs([(40, 30), (64, 9, 3)]))
         before = cluster.each(lambda rank: held(cluster, rank))
         cluster.step(cluster.random_grads(0))
-        each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].record, before[rank]))
+        each = cluster.each(lambda rank: convergence_figures(cluster.engines[rank].record, before[rank]))
         cluster.close()
         return each[0].values()
 
@@ -152,7 +152,7 @@ def test_random_positions_that_all_ranks_share_have_no_distance() -> None:
     cluster = Cluster(3, lambda: settings("randomk", collective="allgather"))
     before = cluster.each(lambda rank: held(cluster, rank))
     cluster.step(cluster.random_grads(0))
-    each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].record, before[rank]))
+    each = cluster.each(lambda rank: convergence_figures(cluster.engines[rank].record, before[rank]))
     assert each[0].values()["xi"] < 1e-6
     cluster.close()
 
@@ -166,9 +166,9 @@ def test_probing_changes_nothing() -> None:
             before = cluster.each(lambda rank: held(cluster, rank))
             means.append(cluster.step(cluster.random_grads(seed)))
             if probed:
-                cluster.each(lambda rank, b=before: convergence_figures(cluster.controllers[rank].record, b[rank]))
+                cluster.each(lambda rank, b=before: convergence_figures(cluster.engines[rank].record, b[rank]))
         cluster.close()
-        return means, cluster.controllers[0].space.selector.sparsifier.state_dict()
+        return means, cluster.engines[0].space.selector.sparsifier.state_dict()
 
     (plain, state), (probed, probed_state) = train(False), train(True)
     assert all(torch.equal(a, b) for x, y in zip(plain, probed, strict=True) for a, b in zip(x[0], y[0], strict=True))
@@ -180,7 +180,7 @@ def test_a_momentum_has_no_gradient_to_compare_with() -> None:
     cluster = Cluster(2, lambda: settings(memory="dgc", collective="allgather"))
     before = cluster.each(lambda rank: held(cluster, rank))
     cluster.step(cluster.random_grads(0))
-    values = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].record, before[rank]))[0].values()
+    values = cluster.each(lambda rank: convergence_figures(cluster.engines[rank].record, before[rank]))[0].values()
     assert {"contraction", "coverage"} <= values.keys()
     assert not any(key.startswith("xi") for key in values)
     cluster.close()
@@ -192,7 +192,7 @@ def test_a_window_with_a_bad_number_is_left_out_on_all_ranks() -> None:
     grads[1][0][3] = float("nan")
     before = cluster.each(lambda rank: held(cluster, rank))
     cluster.step(grads)
-    each = cluster.each(lambda rank: convergence_figures(cluster.controllers[rank].record, before[rank]))
+    each = cluster.each(lambda rank: convergence_figures(cluster.engines[rank].record, before[rank]))
     assert [figures.values() for figures in each] == [{}, {}]
     cluster.close()
 

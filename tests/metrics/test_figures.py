@@ -33,16 +33,16 @@ def make() -> Iterator[Callable[..., Cluster]]:
 
 
 def figures(cluster: Cluster, rank: int = 0) -> TensorFigures:
-    record = cluster.controllers[rank].record
+    record = cluster.engines[rank].record
     assert record is not None
     return window_figures(record)
 
 
 def state(cluster: Cluster, name: str) -> list[torch.Tensor]:
     """What rank 0's memory holds, by registration index; zeros if nothing of that name."""
-    controller = cluster.controllers[0]
-    layout = controller.space.layout
-    held = controller.space.memory.state_dict().get(name, torch.zeros(layout.numel)).double()
+    engine = cluster.engines[0]
+    layout = engine.space.layout
+    held = engine.space.memory.state_dict().get(name, torch.zeros(layout.numel)).double()
     places = [layout.places[index] for index in range(len(layout))]
     return [held[layout.edges[place] : layout.edges[place + 1]].clone() for place in places]
 
@@ -52,7 +52,7 @@ def norms(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def test_before_the_first_window_there_is_nothing(make: Callable[..., Cluster]) -> None:
-    assert make().controllers[0].record is None
+    assert make().engines[0].record is None
 
 
 def test_nothing_is_missing_before_fusion_and_small_tensors_are_after_it(make: Callable[..., Cluster]) -> None:
@@ -122,7 +122,7 @@ def test_errors_are_left_out_on_request(make: Callable[..., Cluster]) -> None:
     cluster = make()
     for step in range(2):
         cluster.step(cluster.random_grads(step))
-    short = window_figures(cluster.controllers[0].record, errors=False)
+    short = window_figures(cluster.engines[0].record, errors=False)
     assert short is not None
     assert torch.equal(short.sums[:4], figures(cluster).sums[:4])
     assert short.sums[4:].abs().sum() == 0
@@ -162,7 +162,7 @@ def test_names_stay_in_registration_order_whatever_the_ready_order(make: Callabl
     for step in range(4):
         cluster.step(cluster.random_grads(step), order=order)
     got = figures(cluster)
-    assert cluster.controllers[0].space.layout.names(range(3)) == ["t4", "t9", "t0"]
+    assert cluster.engines[0].space.layout.names(range(3)) == ["t4", "t9", "t0"]
     assert got.names == tuple(f"t{index}" for index in range(len(SHAPES)))
     assert got.elements.tolist() == [s.numel for s in cluster.specs]
 

@@ -131,7 +131,7 @@ def test_bytes_are_those_of_the_report() -> None:
         fit = trainer(strategy, limit_train_batches=4)
         fit.fit(TinyClassifier(), classification())
         metric = BytesSent()
-        report = strategy.report()
+        report = strategy.figures()
         metric.update(report)
         return float(metric.compute()), metric.ratio(), report
 

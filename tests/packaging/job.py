@@ -47,7 +47,7 @@ class Report(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            self.file.write_text(json.dumps(trainer.strategy.report()))  # type: ignore[attr-defined]  # ours
+            self.file.write_text(json.dumps(trainer.strategy.figures()))  # type: ignore[attr-defined]  # ours
 
 
 def train(folder: Path, steps: int, checkpoint: Path | None = None) -> tuple[list[Tensor], dict[str, Any]]:

@@ -105,7 +105,7 @@ def test_a_compressor_that_weighs_its_span_selects_exactly_under_the_engine(
         for step in range(25):
             cluster.step(cluster.random_grads(step))
     cluster.close()
-    for engine in cluster.controllers:
+    for engine in cluster.engines:
         compressor: Any = engine.space.selector.sparsifier
         assert compressor.selected >= 25
         assert compressor.wrong == 0

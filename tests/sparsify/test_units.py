@@ -128,7 +128,7 @@ def trained(
             own = known[index]
             return None if own is None else Moment(own.flatten(), EPSILON)
 
-        for engine in cluster.controllers:
+        for engine in cluster.engines:
             engine.space.selector.units = UpdateUnits(moment, torch.device("cpu"))
         grads = cluster.random_grads(window)
         given.append(grads[0])
@@ -151,7 +151,7 @@ def test_the_engine_sends_the_largest_keys(used: bool, fusion: str, momentum: fl
     memory: Any = "residual" if momentum is None else DecoupledMomentum(momentum)  # a half: products are exact
     with kernels(used):
         cluster, given, got = trained(state, fusion=fusion, memory=memory)
-    engine = cluster.controllers[0]
+    engine = cluster.engines[0]
     quotas = dict(zip(engine.space.layout.indices.tolist(), engine.space.quotas.counts.tolist(), strict=True))
     residuals = [torch.zeros(spec.numel) for spec in cluster.specs]
     for window, (grads, means) in enumerate(zip(given, got, strict=True)):

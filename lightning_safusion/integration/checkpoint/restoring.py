@@ -10,6 +10,7 @@ from typing import Any
 from lightning.fabric.utilities.types import _PATH
 
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.opening import are_first_windows
 from lightning_safusion.fusion.state import MemoryBuilder, restore_common, restore_sparsifier, restore_unstepped
 from lightning_safusion.integration.checkpoint import parts
 from lightning_safusion.integration.checkpoint.parts import ENTRY, KNOWN_FORMATS, UnusablePart, not_finite
@@ -142,6 +143,9 @@ def _counters_problem(engine: Mapping[str, Any]) -> str | None:
         return f"has {density!r:.50} as 'density' in 'engine'"
     if not isinstance(tensors, list) or not all(isinstance(name, str) for name in tensors):
         return f"has {tensors!r:.50} as 'tensors' in 'engine'"
+    first = engine.get("first_windows")  # older checkpoints have none
+    if first is not None and not are_first_windows(first):
+        return f"has {first!r:.80} as 'first_windows' in 'engine'"
     return None
 
 

@@ -167,7 +167,7 @@ class TurnCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.turned.peak_bytes = peak(self._meeting.device)
         if isinstance(trainer.strategy, SAFusionStrategy):
-            self.turned.figures = trainer.strategy.report()
+            self.turned.figures = trainer.strategy.figures()
             plan = trainer.strategy.plan
             self.turned.plan = plan.to_list() if plan is not None else None
             self.learned = trainer.strategy.learned()
@@ -175,7 +175,7 @@ class TurnCallback(Callback):
 
 def _on_trial(trainer: Trainer) -> bool:
     """Whether the strategy tries a plan out, which may go again; the same on all processes."""
-    engine = trainer.strategy.controller if isinstance(trainer.strategy, SAFusionStrategy) else None
+    engine = trainer.strategy.engine if isinstance(trainer.strategy, SAFusionStrategy) else None
     return engine is not None and engine.planner.on_trial
 
 

@@ -163,7 +163,7 @@ class Reporter(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy: Any = trainer.strategy
-        if strategy.controller is None:
+        if strategy.engine is None:
             strategy.model._set_ddp_runtime_logging_sample_rate(1)  # time every step, not every hundredth
 
     @override
@@ -187,8 +187,8 @@ class Reporter(Callback):
 
 def _figures(strategy: Any, model: LightningModule) -> dict[str, float]:
     """What the exchange of the latest step did: from the strategy's report, or from DDP's own timers."""
-    if strategy.controller is not None:
-        report = strategy.report()
+    if strategy.engine is not None:
+        report = strategy.figures()
         figures = {key: report[key] for key in ("exposed_s", "bytes_sent", "tensors", "tensors_missing")}
         return {**figures, "density": report["achieved_density"]}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

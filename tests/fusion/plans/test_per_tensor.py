@@ -187,9 +187,9 @@ def test_nothing_is_lost_and_all_ranks_have_the_same_plan(policy: FusionPolicy, 
     done, given = conserved(cluster, steps=8)
     for result, total in zip(done, given, strict=True):
         torch.testing.assert_close(result, total, rtol=0, atol=2e-5 * float(total.abs().max()) if len(total) else 0)
-    states = {json.dumps(controller.planner.state_dict()) for controller in cluster.controllers}
+    states = {json.dumps(engine.planner.state_dict()) for engine in cluster.engines}
     assert len(states) == 1
-    assert cluster.controllers[0].planner.decisions[-1].action == "freeze"
+    assert cluster.engines[0].planner.decisions[-1].action == "freeze"
     cluster.close()
 
 
@@ -197,8 +197,8 @@ def test_nothing_is_lost_and_all_ranks_have_the_same_plan(policy: FusionPolicy, 
 def test_half_precision_keeps_what_each_rank_rounds_off(world_size: int) -> None:
     cluster = Cluster(world_size, lambda: settings(fusion=Alternating(), own_buffers=True))
     done, given = conserved(cluster, steps=8)
-    layout = cluster.controllers[0].space.layout
-    report = cluster.controllers[0].record
+    layout = cluster.engines[0].space.layout
+    report = cluster.engines[0].record
     assert report is not None
     for spec, result, total in zip(cluster.specs, done, given, strict=True):
         half = layout.places[spec.index] % 3 == 2

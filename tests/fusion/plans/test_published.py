@@ -189,7 +189,7 @@ def test_nothing_is_lost_and_all_ranks_have_the_same_plan(name: str, world_size:
     done, given = conserved(cluster, steps=30)
     for result, total in zip(done, given, strict=True):
         torch.testing.assert_close(result, total, rtol=0, atol=2e-5 * float(total.abs().max()) if len(total) else 0)
-    states = {json.dumps(controller.planner.state_dict()) for controller in cluster.controllers}
+    states = {json.dumps(engine.planner.state_dict()) for engine in cluster.engines}
     assert len(states) == 1
-    assert cluster.controllers[0].planner.decisions[-1].action == "freeze"
+    assert cluster.engines[0].planner.decisions[-1].action == "freeze"
     cluster.close()

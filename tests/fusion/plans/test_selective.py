@@ -155,11 +155,11 @@ def test_a_buffer_sends_as_much_as_it_would_otherwise(make: Callable[..., Cluste
     for step in range(3):
         cluster.step(cluster.random_grads(step))
         plain.step(plain.random_grads(step))
-    reports = [cluster.controllers[0].record, plain.controllers[0].record]
+    reports = [cluster.engines[0].record, plain.engines[0].record]
     selected, otherwise = (report.sent_counts for report in reports if report is not None)
-    plan = cluster.controllers[0].planner.current
+    plan = cluster.engines[0].planner.current
     assert plan is not None
-    layout = cluster.controllers[0].space.layout
+    layout = cluster.engines[0].space.layout
     sizes = np.diff(layout.edges)
     for group in plan.groups:
         part = slice(group.start, group.stop)
@@ -181,7 +181,7 @@ def test_a_lane_of_its_own_gives_the_same_gradients_and_fewer_bytes(make: Callab
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(a.abs().max()))
     received = []
     for cluster in (one, two):
-        report = cluster.controllers[0].record
+        report = cluster.engines[0].record
         assert report is not None
         received.append(report.as_dict()["bytes_received"])
     assert received[1] < 0.5 * received[0]
@@ -221,22 +221,22 @@ def test_an_error_on_one_rank_is_raised_on_all_and_no_rank_hangs(make: Callable[
     cluster = make(3, compressor=Failing(), fusion=Selective(2), collective=collective)
     for step in range(3):
         cluster.step(cluster.random_grads(step))
-    failing: Any = cluster.controllers[1].space.selector.sparsifier
+    failing: Any = cluster.engines[1].space.selector.sparsifier
     failing.at = 3
 
     def run(rank: int) -> str:
-        controller = cluster.controllers[rank]
+        engine = cluster.engines[rank]
         for index in cluster.order:
-            controller.push(index, torch.ones(cluster.specs[index].numel))
+            engine.push(index, torch.ones(cluster.specs[index].numel))
         with pytest.raises((ArithmeticError, RuntimeError)) as caught:
-            controller.drain()
+            engine.drain()
         return str(caught.value)
 
     told = cluster.each(run)
     assert told[1] == "cannot select"
     assert "another rank could not select" in told[0]
     failing.at = -1
-    cluster.each(lambda rank: cluster.controllers[rank].reset())
+    cluster.each(lambda rank: cluster.engines[rank].reset())
     assert all(torch.equal(a, b) for a, b in zip(*cluster.step(cluster.random_grads(4))[:2], strict=True))
 
 

@@ -92,8 +92,8 @@ def test_fused_kernels_average_as_the_cpu_does(monkeypatch: pytest.MonkeyPatch) 
     late = Engines(lambda: scheme.settings(9), some, order, 3, device, deferred=True)
     usual = Engines(lambda: scheme.settings(9), some, order, 3)
     params = [torch.nn.Parameter(torch.zeros(spec.shape)) for spec in some]
-    for controller in usual.controllers:
-        controller.fused.serves = False
+    for engine in usual.by_worker:
+        engine.fused.serves = False
     for engines in (late, usual):
         engines.carry_momentum([torch.optim.AdamW(params)], params)
     for _ in range(4):
@@ -101,7 +101,7 @@ def test_fused_kernels_average_as_the_cpu_does(monkeypatch: pytest.MonkeyPatch) 
         means = late.average([[grad.clone() for grad in mine] for mine in drawn])
         for mean, other in zip(means, usual.average(drawn), strict=True):
             assert torch.equal(mean, other)
-    assert all(len(controller._endings) == 2 for controller in late.controllers)
+    assert all(len(engine._endings) == 2 for engine in late.by_worker)
     assert launchers == {current_thread()}
     late.close()
     usual.close()
@@ -118,20 +118,20 @@ def test_a_density_that_changes_in_every_step_is_agreed_on(make: Callable[..., E
     engines = make(Scheme("ahead", ramp=1.0, dense_start=0.3), steps=8)
     for step in range(8):
         engines.average(gradients(2, step))
-    densities = [controller.space.quotas.density for controller in engines.controllers]
+    densities = [engine.space.quotas.density for engine in engines.by_worker]
     assert densities[0] == densities[1] == pytest.approx(0.25 * (0.01 / 0.25) ** (7 / 8))
 
 
 def test_replicas_that_differ_are_reported(make: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch) -> None:
     engines = make(Scheme("ahead"))
     mine = gradients(2, 0)
-    drain = engines.controllers[1].drain
+    drain = engines.by_worker[1].drain
 
     def spoiling() -> None:
         drain()
         mine[1][3][0] += 1
 
-    monkeypatch.setattr(engines.controllers[1], "drain", spoiling)
+    monkeypatch.setattr(engines.by_worker[1], "drain", spoiling)
     with pytest.raises(RuntimeError, match="worker 1 has another mean of t3 than worker 0"):
         engines.average(mine)
 
@@ -195,9 +195,9 @@ def test_engines_suit_the_optimizer(make: Callable[..., Engines], optimizer: Any
     params = [torch.nn.Parameter(torch.zeros(spec.shape)) for spec in SPECS]
     engines.carry_momentum([optimizer(params, lr=0.1)], params)
     divides = optimizer is not torch.optim.SGD
-    for controller in engines.controllers:
-        assert (controller.space.selector.units is not None) == divides
-        assert (controller.space.memory.decay < 1) == divides
-        assert controller.opening is (BY_UPDATE if divides else BY_GRADIENT)
+    for engine in engines.by_worker:
+        assert (engine.space.selector.units is not None) == divides
+        assert (engine.space.memory.decay < 1) == divides
+        assert engine.first_windows.opening is (BY_UPDATE if divides else BY_GRADIENT)
     engines.average(gradients(2, 0))
-    assert (Pace.of(engines.controllers[0]).kept == 0.95) == divides  # the optimizer needs its momentum at first
+    assert (Pace.of(engines.by_worker[0]).kept == 0.95) == divides  # the optimizer needs its momentum at first

@@ -20,7 +20,7 @@ from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.interface import ReduceOp, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
-from lightning_safusion.fusion import build, engine
+from lightning_safusion.fusion import build
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.events import Clock
 from lightning_safusion.sparsify import NoMemory, Segments, Selection, TopK
@@ -55,7 +55,7 @@ class Noting(SoloTransport):
 def test_where_ranks_submit_at_different_points_nothing_is_asked_when_a_window_begins(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(engine, "clock_for", lambda device: Late())
+    monkeypatch.setattr("lightning_safusion.fusion.engine.clock_for", lambda device: Late())
     transport, tensors = Noting(), specs()
     held = build_engine(
         settings(collective="allgather", **options),
@@ -146,7 +146,7 @@ def test_a_sum_that_overflows_is_a_bad_step(make: Callable[..., Cluster]) -> Non
         settings_.memory.add(0, 1, torch.tensor([3.3e38]))  # the first residual cannot even take the gradient
     cluster.step(huge)
     with pytest.warns(UserWarning, match="overflowed"):
-        cluster.each(lambda rank: cluster.controllers[rank].settle())
+        cluster.each(lambda rank: cluster.engines[rank].settle())
     # others have been used, also in the same buffer
     assert not any(cluster.residual(rank, 6).any() for rank in range(2))
 
@@ -219,12 +219,12 @@ def test_a_gradient_submitted_again_before_its_optimizer_stepped_carries_no_resi
     make: Callable[..., Cluster],
 ) -> None:
     cluster = make(2)
-    for controller in cluster.controllers:
-        controller.steps.tracked[:5] = True
+    for engine in cluster.engines:
+        engine.steps.tracked[:5] = True
     for step in range(3):
         cluster.step(cluster.random_grads(step))
-        for controller in cluster.controllers:
-            controller.steps.unstepped[:] = False
+        for engine in cluster.engines:
+            engine.steps.unstepped[:] = False
     cluster.step(cluster.random_grads(3))  # thrown away: no optimizer steps
     before, grads = snapshot(cluster), cluster.random_grads(4)
     with pytest.warns(UserWarning, match="toggle_optimizer"):
@@ -251,9 +251,9 @@ class Failing(TopK):
 @pytest.mark.parametrize("fusion", ["aligned", "naive", "horovod"])
 def test_an_error_on_one_rank_is_raised_on_all_and_no_rank_hangs(make: Callable[..., Cluster], fusion: str) -> None:
     cluster = make(3, fusion=fusion)
-    compressors = [Failing() for _ in cluster.controllers]
-    for controller, compressor in zip(cluster.controllers, compressors, strict=True):
-        controller.space.selector = Selector(compressor)
+    compressors = [Failing() for _ in cluster.engines]
+    for engine, compressor in zip(cluster.engines, compressors, strict=True):
+        engine.space.selector = Selector(compressor)
     settle(cluster)
     compressors[1].fail = True
     grads = cluster.random_grads(4)
@@ -261,8 +261,8 @@ def test_an_error_on_one_rank_is_raised_on_all_and_no_rank_hangs(make: Callable[
     def run(rank: int) -> Exception | None:
         try:
             for index in cluster.order:
-                cluster.controllers[rank].push(index, grads[rank][index].clone())
-            cluster.controllers[rank].drain()
+                cluster.engines[rank].push(index, grads[rank][index].clone())
+            cluster.engines[rank].drain()
         except (ValueError, RuntimeError) as error:
             return error
         return None
@@ -276,15 +276,15 @@ def test_an_error_on_one_rank_is_raised_on_all_and_no_rank_hangs(make: Callable[
 def test_a_window_that_never_completes_is_named_and_forgotten(make: Callable[..., Cluster]) -> None:
     cluster = make(1)
     settle(cluster)
-    controller, grads = cluster.controllers[0], cluster.random_grads(3)[0]
+    engine, grads = cluster.engines[0], cluster.random_grads(3)[0]
     for index in cluster.order[:4]:
-        controller.push(index, grads[index].clone())
-    assert controller.missing() == [f"t{i}" for i in range(5, -1, -1)]
+        engine.push(index, grads[index].clone())
+    assert engine.missing() == [f"t{i}" for i in range(5, -1, -1)]
     with pytest.raises(RuntimeError, match="t5"):
-        controller.drain()
+        engine.drain()
     # the same tensors again: a new window, in which nothing of the residual was lost
     cluster.step(cluster.random_grads(4))
-    assert controller.windows == 4
+    assert engine.windows == 4
 
 
 def test_an_order_that_changes_is_followed(make: Callable[..., Cluster]) -> None:
@@ -303,7 +303,7 @@ def test_an_order_that_changes_is_followed(make: Callable[..., Cluster]) -> None
     for i in range(n):
         total = done[i] + cluster.residual(0, i) + cluster.residual(1, i)
         torch.testing.assert_close(total, given[i], rtol=0, atol=1e-3)
-    layout = cluster.controllers[0].space.layout
+    layout = cluster.engines[0].space.layout
     assert [spec.index for spec in layout.specs] == orders[3]
 
 
@@ -314,7 +314,7 @@ def test_density_changes_move_no_state(make: Callable[..., Cluster]) -> None:
     sent = []
     for step in range(8):
         cluster.step(cluster.random_grads(step))
-        sent.append(cluster.controllers[0].record.as_dict()["achieved_density"])
+        sent.append(cluster.engines[0].record.as_dict()["achieved_density"])
     assert sent[1] > sent[3] > sent[5] > 0
     assert sent[7] == pytest.approx(0.01, rel=0.2)
 
@@ -334,10 +334,10 @@ def test_only_gradients_of_the_first_window_are_dropped(make: Callable[..., Clus
     cluster = make(2)
     for step in range(3):
         cluster.step(cluster.random_grads(step))
-        for controller in cluster.controllers:
-            assert controller.record is not None
-            controller.drop_gradients()
-            grads = controller.record._backward.grads
+        for engine in cluster.engines:
+            assert engine.record is not None
+            engine.drop_gradients()
+            grads = engine.record._backward.grads
             assert len(grads) == len(cluster.specs)
             assert all(grad is None for grad in grads) == (step == 0)
 
@@ -346,13 +346,11 @@ def test_buffers_are_announced_once() -> None:
     said: list[str] = []
     transports = local_transports(1)
     options = settings(fusion="aligned", collective="allreduce")
-    controller = build_engine(
-        options, specs(), transports[0], torch.device("cpu"), JobTraits(measure=False), said.append
-    )
+    engine = build_engine(options, specs(), transports[0], torch.device("cpu"), JobTraits(measure=False), said.append)
     for _ in range(4):
         for spec in reversed(specs()):
-            controller.push(spec.index, torch.ones(spec.numel))
-        controller.drain()
+            engine.push(spec.index, torch.ones(spec.numel))
+        engine.drain()
     assert said == ["10 tensors travel in 2 buffers, 0 sparse and 2 dense"]
 
 
@@ -378,6 +376,6 @@ def test_the_links_of_devices_decide_on_shards(
 def test_measured_plans_are_equal_on_all_ranks(make: Callable[..., Cluster]) -> None:
     cluster = Cluster(3, lambda: settings(fusion="adaptive", collective="auto"), measure=True)
     settle(cluster, 12)
-    digests = {controller.planner.current.digest for controller in cluster.controllers}
+    digests = {engine.planner.current.digest for engine in cluster.engines}
     assert len(digests) == 1
     cluster.close()

@@ -1,0 +1,387 @@
+"""All that one fit makes: who exchanges the gradients, over which transport, for which parameters and optimizers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_safusion.baselines import hook_exchange
+from lightning_safusion.comm.transport.horovod import HorovodTransport
+from lightning_safusion.comm.transport.interface import Transport, during
+from lightning_safusion.comm.transport.lockstep import Lockstep
+from lightning_safusion.comm.transport.torch_backend import TorchTransport, default_transport
+from lightning_safusion.fusion.build import check_equal, fingerprint
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.layout import TensorSpec
+from lightning_safusion.fusion.state import carried, restore_carried
+from lightning_safusion.integration.agreement import ddp_options, replaced_parameters, training_options
+from lightning_safusion.integration.binding import Bound, describe_untrained, needs_plain_ddp, untrained
+from lightning_safusion.integration.engine_exchange import EngineExchange, announce
+from lightning_safusion.integration.epoch_end import EpochEnd, more_batches
+from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
+from lightning_safusion.integration.horovod import check_horovod
+from lightning_safusion.integration.optimizer import suited
+from lightning_safusion.integration.parameters import refuse_python_reducer, trainable
+from lightning_safusion.integration.signals import DeferredSignals
+
+if TYPE_CHECKING:
+    from lightning_safusion.strategy import SAFusionStrategy
+
+
+class Fit:
+    """One fit of a strategy; a new one takes its place when it has ended.
+
+    Args:
+        strategy: Has the model, the optimizers, and what outlives a fit.
+
+    Attributes:
+        exchange: Averages the gradients.
+        choice: Who that is, and why.
+        transport: Carries them; None before the model is wrapped.
+        lockstep: Where workers wait for each other, in a fit of several; None elsewhere.
+        decided: Why plain DDP has taken the engine's place.
+    """
+
+    def __init__(self, strategy: SAFusionStrategy) -> None:
+        self._strategy = strategy
+        self.exchange, self.choice = GradientExchange(), Choice(Mode.PLAIN)
+        self.transport: Transport | None = None
+        self.lockstep: Lockstep | None = None
+        self.decided: str | None = None
+        self._signals: DeferredSignals | None = None  # during training with an engine
+        self._epoch_end = EpochEnd()
+        self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
+        self._untrained: list[str] = []  # those that no optimizer has
+        self._bound = Bound()  # the optimizers that the exchange is bound to
+        self._begins = True  # no batch was trained on
+        self._costs_followed = 0  # number of windows at the last look at the costs
+
+    @property
+    def engine(self) -> Engine | None:
+        """The one that exchanges the gradients, if one does."""
+        return self.exchange.engine
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an error is ending training."""
+        module = self._strategy.lightning_module
+        trainer = module._trainer if module is not None else None
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def epoch(self) -> int:
+        """That of the model."""
+        module = self._strategy.lightning_module
+        return module.current_epoch if module is not None else 0
+
+    @property
+    def place(self) -> str:
+        """Where training is, for messages."""
+        module = self._strategy.lightning_module
+        return f"step {module.global_step}, epoch {module.current_epoch}" if module is not None else "set-up"
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The wrapped model, also where it has been compiled since; None outside training."""
+        model = getattr(self._strategy.model, "_orig_mod", self._strategy.model)
+        return model if isinstance(model, DistributedDataParallel) else None
+
+    # Beginning
+
+    def begin(self, trainer: Trainer, decided: str | None) -> None:
+        """Training is about to be set up.
+
+        Args:
+            trainer: Of the strategy.
+            decided: Why another fit of the job has ended with plain DDP.
+        """
+        strategy, self.decided = self._strategy, decided
+        group = strategy._ddp_kwargs.get("process_group")
+        if group is None or dist.get_world_size(group) == strategy.world_size:
+            self.lockstep = Lockstep.of_all(strategy.root_device, strategy._timeout, lambda: more_batches(trainer))
+        if self.lockstep is not None:
+            self._epoch_end.attach(trainer, self.lockstep)
+
+    def begin_training(self) -> None:
+        """The first batch follows; also of a search for the learning rate, a training inside of another one."""
+        self._begins = True
+        self._defer_signals()
+
+    def wrap(self, model: nn.Module) -> DistributedDataParallel:
+        """Chooses who exchanges the gradients, and wraps the model as that needs it. Collective."""
+        refuse_python_reducer()
+        strategy = self._strategy
+        options = dict(strategy._ddp_kwargs)
+        self._wrapped = trainable(model)
+        strategy.settings = suited(strategy.settings, strategy.optimizers)
+        specs = strategy.gradient_specs(model)
+        self.transport = transport = self._make_transport(model)
+        entry = strategy._checkpoints.entry
+        checked = {"system": strategy.system, "checkpoint": str(entry.get("nonce"))} | ddp_options(options)
+        checked |= {"sync_batchnorm": str(strategy._layer_sync is not None)}
+        # before the tensors, of which thousands may differ as well
+        check_equal(transport, checked | fingerprint(strategy.settings, specs))
+        if strategy._hook is not None:
+            self.choice = Choice(Mode.HOOK, f"system={strategy.system!r} asks for it")
+            self.exchange = hook_exchange(strategy._hook, transport, options.get("process_group"))
+        else:
+            self.choice = self._choose(specs, transport.world_size, bool(entry.get("holds_back")))
+            if self.choice.plain_ddp is None:
+                self.exchange = self._make_engine(model, specs, transport)
+        # On the current stream, whatever the Lightning version: gradient hooks run on the stream of this construction
+        options = self.exchange.ddp_options(options)
+        with during("set-up, when DDP compares and copies the parameters"):
+            return DistributedDataParallel(module=model, device_ids=strategy.determine_ddp_device_ids(), **options)
+
+    def _make_transport(self, model: nn.Module) -> Transport:
+        strategy = self._strategy
+        if strategy._over_horovod:
+            transport = HorovodTransport()
+            check_horovod(model, transport.world_size, strategy.world_size)
+            return transport
+        group = strategy._ddp_kwargs.get("process_group")
+        if group is None:
+            return default_transport(strategy._timeout, self.lockstep)
+        return TorchTransport(group, strategy._timeout, self.lockstep)
+
+    def _choose(self, specs: Sequence[TensorSpec], world_size: int, holds_back: bool) -> Choice:
+        """The engine or plain DDP.
+
+        Args:
+            specs: The dense gradients.
+            world_size: Number of workers.
+            holds_back: A checkpoint has a residual.
+        """
+        strategy = self._strategy
+        # where Horovod carries the gradients, DDP's own group is for control messages only
+        by_horovod = strategy._over_horovod and world_size > 1
+        was_dense = self.choice.mode is Mode.DENSE_ENGINE  # before the model was wrapped again
+        choice = choose(strategy.settings, specs, world_size, by_horovod or holds_back or was_dense, self.decided)
+        if choice.mode is not Mode.ENGINE or (reason := needs_plain_ddp(strategy.optimizers)) is None:
+            return choice
+        if strategy._over_horovod:
+            raise MisconfigurationException(f"{reason}: with transport='horovod' use density=1.0.")
+        return Choice(Mode.PLAIN, reason)
+
+    def _make_engine(self, model: nn.Module, specs: Sequence[TensorSpec], transport: Transport) -> EngineExchange:
+        strategy = self._strategy
+        automatic = strategy.lightning_module is not None and strategy.lightning_module.automatic_optimization
+        left = untrained(model, strategy.optimizers)
+        before, self._untrained = self._untrained, [name for name, _ in left]
+        if left and self._untrained != before:
+            announce(describe_untrained(left, automatic))
+        return EngineExchange(
+            strategy.settings,
+            specs,
+            self.choice,
+            transport,
+            strategy.root_device,
+            strategy.node_rank,
+            strategy._ddp_kwargs,
+            automatic=automatic,
+            replaceable=not strategy._over_horovod,
+            observers=strategy._observers,
+            untrained=left,
+        )
+
+    def register(self) -> None:
+        """Registers the exchange's hooks on the wrapped model."""
+        if (reason := self.choice.plain_ddp) is not None:
+            announce(f"{self.choice.mode.value} is used, because {reason}")
+        if self.ddp is not None:
+            self.exchange.register(self.ddp)
+
+    def bind(self) -> None:
+        """Ties the exchange to the optimizers, after all workers have compared theirs. Collective in a fit."""
+        strategy = self._strategy
+        self._bound = Bound(strategy.optimizers)
+        module = strategy.lightning_module
+        if self.transport is not None and module is not None:
+            # workers that train weights of their own may have different optimizers
+            optimizers = strategy.optimizers if self.exchange.replicates else []
+            check_equal(self.transport, training_options(module.trainer, module, optimizers))
+        scaler = getattr(strategy.precision_plugin, "scaler", None)
+        # the factor as it is on the device: get_scale() would wait for it
+        self.exchange.bind(strategy.optimizers, None if scaler is None else scaler._get_scale_async)
+
+    # Wrapping again
+
+    def follow(self, batch_idx: int) -> None:
+        """Follows what has changed since the batch before: signals, optimizers, costs, trainable parameters.
+
+        Raises:
+            RuntimeError: If the ranks have different trainable parameters.
+        """
+        if self.lockstep is not None:
+            self.lockstep.begin_batch(self.epoch, batch_idx)
+        self._defer_signals()  # again after a search for the learning rate, which is a training inside of this one
+        if self._signals is not None:
+            self._signals.deliver()
+        self._follow_optimizers()
+        self._follow_costs()
+        if batch_idx == 0 or self._begins:  # one that is resumed may begin in the middle of an epoch
+            self._follow_trainable()
+        self._begins = False
+
+    def _follow_trainable(self) -> None:
+        """Wraps the model anew when parameters were frozen or unfrozen since: DDP knows those of its making only."""
+        if self.ddp is None or self.transport is None:
+            return
+        replaced = replaced_parameters(self.ddp.module, self._wrapped, self.transport, self.epoch)
+        if replaced is not None:
+            self._wrap_again(replaced)
+
+    def _follow_optimizers(self) -> None:
+        """Binds the exchange to optimizers or groups that have come or gone since."""
+        strategy = self._strategy
+        if self.ddp is None or self._bound.are(strategy.optimizers):
+            return
+        left = [name for name, _ in untrained(self.ddp.module, strategy.optimizers)]
+        other = suited(strategy.settings, strategy.optimizers)
+        if self.engine is not None and other is not strategy.settings:
+            before, after = strategy.settings.memory.name, other.memory.name
+            announce(f"memory={after!r} takes the place of {before!r} with these optimizers: what that held is lost")
+        others = left != self._untrained or other is not strategy.settings
+        if self.engine is not None and (others or needs_plain_ddp(strategy.optimizers)):
+            self._wrap_again()
+        else:
+            self.bind()
+
+    def _follow_costs(self) -> None:
+        """Changes to plain DDP once every buffer is dense and stays so: the hook would only cost time."""
+        engine = self.engine
+        # once after each window: never among the micro-batches of an accumulation, whose gradients are in DDP's buckets
+        if engine is None or self._strategy._over_horovod or engine.windows == self._costs_followed:
+            return
+        self._costs_followed = engine.windows
+        with during(f"the change to plain DDP after step {engine.windows}"):
+            if not engine.step_aside():
+                return
+        if self._signals is not None:
+            self._signals.ask()
+        del engine  # or its buffers would stay as long as the model is wrapped
+        self.go_plain("its all-reduce has been predicted to be faster, review after review")
+
+    def go_plain(self, reason: str) -> None:
+        """Changes to plain DDP; no residual remains.
+
+        Args:
+            reason: To follow a "because".
+        """
+        self.decided = reason
+        self._wrap_again(keep=False)
+        self._strategy.settings.memory.bind([0], self._strategy.root_device)
+
+    def _wrap_again(self, replaced: Sequence[str] = (), keep: bool = True) -> None:
+        """Wraps the model anew.
+
+        Args:
+            replaced: Names of parameters that are other objects now: the residual is not theirs.
+            keep: The next engine gets the state of this one.
+        """
+        strategy, ddp = self._strategy, self.ddp
+        if ddp is None:
+            return
+        engine, state = self.engine, None
+        if engine is not None:
+            engine.settle()
+            strategy._history.keep(engine)
+            state = carried(engine, replaced) if keep else None
+        self.exchange.close()
+        if self.transport is not None:
+            self.transport.close()
+        self.exchange = GradientExchange()
+        compiles = getattr(strategy.model, "dynamo_ctx", None)  # what torch.compile was asked to do, if it was
+        strategy.model = module = ddp.module
+        del engine, ddp
+        gc.collect()  # the old reducer leaves its hooks on the parameters until it is destroyed
+        strategy.model = self.wrap(module)
+        self.register()
+        if self.engine is not None and state is not None:
+            restore_carried(self.engine, state)
+        elif self.engine is None and self._signals is not None:
+            self._signals.remove()  # there are no messages that could carry notices
+        self.bind()
+        if compiles is not None:
+            strategy.model = compiles(strategy.model)
+
+    # Signals, and where workers wait for each other
+
+    def _defer_signals(self) -> None:
+        """Has all ranks act on a signal before the same batch, from now on, while there is an engine."""
+        if self.engine is not None and self._signals is None:
+            self._signals = DeferredSignals(lambda: self.engine, self._strategy.cluster_environment)
+            self._signals.install()
+
+    def meet(self, what: str) -> None:
+        """Waits for all workers of the fit where validation, or what follows the last batch, begins. Collective."""
+        if self.lockstep is not None:
+            with during(f"{what} in {self.place}"):
+                self.lockstep.meet(what)
+
+    @contextmanager
+    def exchanging(self, what: str) -> Iterator[None]:
+        """Names where a worker was lost, or the place where another one waits, in what may exchange gradients."""
+        explained = nullcontext() if self.lockstep is None else self.lockstep.explained()
+        with during(f"{what} in {self.place}"), explained:
+            yield
+
+    def pause(self) -> None:
+        """Validation begins: signals are Lightning's meanwhile. Collective."""
+        self.meet("the beginning of validation")
+        if self._signals is not None:
+            self._signals.release()
+        self.exchange.pause()
+
+    def resume(self) -> None:
+        """Validation has ended."""
+        self.exchange.resume()
+        if self._signals is not None:
+            self._signals.install()
+
+    # Ending
+
+    def finish(self) -> None:
+        """The last batch was trained on. Collective."""
+        self.meet("the end of training")
+        if self._signals is not None:
+            self._signals.release()
+            self._signals = None
+        self.exchange.finish()
+
+    def abandon(self) -> None:
+        """An error ends training; nothing waits for other workers, which may be gone."""
+        if self._signals is not None:
+            self._signals.remove(deliver=False)
+            self._signals = None
+        self.exchange.abandon()
+        if self.transport is not None:
+            self.transport.abandon()
+        if self.lockstep is not None:
+            self.lockstep.rest()  # its group ends with the default one, or with the process
+            self.lockstep = None
+
+    def close(self) -> None:
+        """Drops all of it; the history keeps the engine, whose residuals may still be saved."""
+        engine, history = self.engine, self._strategy._history
+        self.exchange.close()
+        if engine is not None:
+            history.keep(engine)
+            history.last = engine
+            engine.release()
+            if not self.interrupted:  # else the device may still wait for a worker that is lost
+                engine.space.memory.to_host()
+        if self.transport is not None:
+            self.transport.close()
+        if self.lockstep is not None:
+            self.lockstep.close()
+        self._epoch_end.detach()

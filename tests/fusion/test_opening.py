@@ -1,0 +1,85 @@
+"""First windows last as long as a warm-up needs, and end on all ranks after the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_safusion.fusion.opening import FirstWindows
+from lightning_safusion.fusion.window import Notices
+from lightning_safusion.sparsify.schedule import Opening
+
+OPENING = Opening(0.5, 10, 1.0)
+
+
+def densities(rates: Sequence[Callable[[int], float]], windows: int) -> list[list[float]]:
+    """Those of every window, by rank; of ranks with other learning rates."""
+    ranks, seen = [(FirstWindows(), Notices()) for _ in rates], []
+    for window in range(windows):
+        for (first, notices), rate in zip(ranks, rates, strict=True):
+            first.opening, first.rate = OPENING, lambda rate=rate, window=window: rate(window)  # type: ignore[misc]
+            first.tell(notices)
+        seen.append([first.density(window) for first, _ in ranks])
+        said = sum({notices.own for _, notices in ranks})
+        for first, notices in ranks:
+            notices.hear(said)
+            first.hear(notices, window + 1)
+            first.count()
+    return [list(each) for each in zip(*seen, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("rate", "last"),
+    [
+        (lambda step: 1.0, 10),
+        (lambda step: 1.0 - step / 100, 10),  # falls from the beginning
+        (lambda step: min(1.0, (step + 1) / 10), 15),  # 5.5 in ten steps, then five
+        (lambda step: min(1.0, (step + 1) / 40), 28),
+        (lambda step: min((step + 1) / 5, 1.04 - step / 100), 12),  # 3 in five steps, and all that follow count in full
+        (lambda step: 1e-6, 200),  # a 20th at least
+    ],
+    ids=["constant", "falling", "short warm-up", "long warm-up", "warm-up and decay", "never risen"],
+)
+def test_steps_of_a_warm_up_count_by_their_share(rate: Callable[[int], float], last: int) -> None:
+    (seen,) = densities([rate], 250)
+    assert seen[:last] == [0.5] * last
+    assert seen[last:] == [OPENING(10 + step) for step in range(250 - last)]
+
+
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=5))
+def test_ranks_go_on_after_the_same_window(lengths: list[int]) -> None:
+    rates = [lambda step, length=length: min(1.0, (step + 1) / length) for length in lengths]
+    first, *others = densities(rates, 60)
+    assert all(other == first for other in others)
+    assert first == densities([rates[lengths.index(min(lengths))]], 60)[0]
+
+
+def test_another_one_goes_on_from_its_state() -> None:
+    def windows(first: FirstWindows, numbers: range) -> list[float]:
+        seen, notices = [], Notices()
+        for window in numbers:
+            first.opening, first.rate = OPENING, lambda window=window: min(1.0, (window + 1) / 8)  # type: ignore[misc]
+            first.tell(notices)
+            seen.append(first.density(window))
+            notices.hear(notices.own)
+            first.hear(notices, window + 1)
+            first.count()
+        return seen
+
+    whole = windows(FirstWindows(), range(30))
+    for stop in range(30):
+        before, after = FirstWindows(), FirstWindows()
+        part = windows(before, range(stop))
+        after.load_state_dict(before.state_dict())
+        assert part + windows(after, range(stop, 30)) == whole
+
+
+def test_others_send_no_more() -> None:
+    first, notices = FirstWindows(), Notices()
+    for _ in range(200):
+        first.tell(notices)
+        first.count()
+    assert first.density(0) == notices.own == 0
