@@ -21,7 +21,16 @@ QUICK := 9
 SLOW := 35
 PYTEST := $(BIN)/python -m pytest --durations=10
 
-.PHONY: demo test lint slow docs wheels clean
+.PHONY: help demo test lint slow docs wheels clean
+
+help:
+	@echo "make demo     sets up .venv and runs the main job (a few minutes)"
+	@echo "make test     the quick tests"
+	@echo "make lint     ruff and mypy"
+	@echo "make slow     trainings of every system, launchers, links, a browser"
+	@echo "make docs     the documents as a site, in build/site, and their tests"
+	@echo "make wheels   dist/: sdist and wheels"
+	@echo "make clean    removes what these have made"
 
 demo: $(STAMP)
 	$(BIN)/safusion demo $(DEMO)

@@ -67,7 +67,8 @@ class Opening:
 
     Args:
         density: Of the first steps, in (0, 1].
-        steps: How long it stays, about; at least ``1 / (wait * density)``.
+        steps: How long it stays, about; at least ``1 / (wait * density)``. Of a warm-up more steps (see
+            :class:`~lightning_safusion.fusion.opening.FirstWindows`).
         wait: Share of the steps so far.
     """
 
