@@ -16,9 +16,9 @@ export OMP_NUM_THREADS := 1
 # starts (24 s instead of 9 on two slow cores), and tests start hundreds.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Minutes of processor time that the tests of a tier may take (tests/budget.py): about a third more than they do.
-QUICK := 9
-SLOW := 35
+# Minutes of processor time that the tests of a tier may take (tests/budget.py): about half more than they do.
+QUICK := 11
+SLOW := 45
 PYTEST := $(BIN)/python -m pytest --durations=10
 
 .PHONY: help demo test lint slow docs wheels clean
