@@ -105,7 +105,7 @@ class Engine:
         Args:
             opening: Of the density.
             dense: The first window may be averaged as DDP does; if not, it never is again.
-            rate: Share of the largest learning rate that the coming step has, in (0, 1].
+            rate: Share of the largest learning rate that the coming step has, in [0, 1].
         """
         self.first_windows.opening, self.first_windows.rate = opening, rate
         self.launching.dense_first &= dense

@@ -23,7 +23,7 @@ class FirstWindows:
 
     Attributes:
         opening: Density by steps; None if the first windows send no more than others.
-        rate: Share of the largest learning rate of the training, in (0, 1], that the coming step has.
+        rate: Share of the largest learning rate of the training, in [0, 1], that the coming step has.
     """
 
     def __init__(self) -> None:

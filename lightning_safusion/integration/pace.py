@@ -57,16 +57,17 @@ class Pace:
 
 
 def risen(optimizers: Iterable[Optimizer]) -> float:
-    """Share of the largest learning rate of the training that the coming step has, in (0, 1].
+    """Share of the largest learning rate of the training that the coming step has, in [0, 1].
 
     The largest is what schedulers write into an optimizer's groups: ``max_lr`` of ``OneCycleLR``, else ``initial_lr``,
-    from which ``LinearLR`` and ``LambdaLR`` take shares. Without a scheduler, and where a device holds the learning
+    from which ``LinearLR`` and ``LambdaLR`` take shares. Without a scheduler, and where another device has the learning
     rate, it is the present one.
     """
     shares = [
-        group["lr"] / max(group["lr"], group.get("max_lr", 0.0), group.get("initial_lr", 0.0))
+        float(rate) / largest
         for optimizer in optimizers
         for group in optimizer.param_groups
-        if not isinstance(group["lr"], Tensor) and group["lr"] > 0
+        if not isinstance(rate := group["lr"], Tensor) or rate.is_cpu
+        if (largest := max(float(rate), *(float(group.get(name, 0.0)) for name in ("initial_lr", "max_lr")))) > 0
     ]
     return max(shares, default=1.0)

@@ -39,9 +39,10 @@ def densities(rates: Sequence[Callable[[int], float]], windows: int) -> list[lis
         (lambda step: min(1.0, (step + 1) / 10), 15),  # 5.5 in ten steps, then five
         (lambda step: min(1.0, (step + 1) / 40), 28),
         (lambda step: min((step + 1) / 5, 1.04 - step / 100), 12),  # 3 in five steps, and all that follow count in full
+        (lambda step: min(1.0, step / 10), 16),  # begins at zero, which counts as a 20th
         (lambda step: 1e-6, 200),  # a 20th at least
     ],
-    ids=["constant", "falling", "short warm-up", "long warm-up", "warm-up and decay", "never risen"],
+    ids=["constant", "falling", "short warm-up", "long warm-up", "warm-up and decay", "from zero", "never risen"],
 )
 def test_steps_of_a_warm_up_count_by_their_share(rate: Callable[[int], float], last: int) -> None:
     (seen,) = densities([rate], 250)

@@ -416,7 +416,7 @@ def test_the_first_windows_send_more() -> None:
         (None, [1, 1]),
         (lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=20, pct_start=0.1, div_factor=5), [0.2, 1]),
         (lambda optimizer: LinearLR(optimizer, 0.25, total_iters=2), [0.25, 0.625]),
-        (lambda optimizer: LambdaLR(optimizer, lambda step: step / 10), [1, 0.1]),  # of a rate of 0 nothing is known
+        (lambda optimizer: LambdaLR(optimizer, lambda step: step / 10), [0, 0.1]),
         (lambda optimizer: StepLR(optimizer, 1, gamma=0.5), [1, 0.5]),
         (lambda optimizer: ConstantLR(optimizer, 0.5), [0.5, 0.5]),
     ],
@@ -425,9 +425,11 @@ def test_how_far_a_learning_rate_has_risen(schedule: Callable[[Optimizer], Any] 
     param = nn.Parameter(torch.zeros(2))
     optimizer, other = AdamW([param], 0.01), AdamW([param], torch.tensor(0.01))
     scheduler = schedule(optimizer) if schedule else None
+    other.param_groups[0]["initial_lr"] = torch.tensor(0.02)
     for share in shares:
         assert risen([optimizer]) == pytest.approx(share)
-        assert risen([other]) == risen([]) == 1
+        assert risen([other]) == 0.5
+        assert risen([]) == 1
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
