@@ -22,8 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import deprecated, override
 
-from lightning_safusion.comm.transport.interface import during
+from lightning_safusion.comm.transport.horovod import HorovodTransport
+from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.comm.transport.torch_backend import (
+    TorchTransport,
+    default_transport,
     end_groups_at_exit,
     hurry_at_exit,
 )
@@ -42,7 +45,7 @@ from lightning_safusion.integration.binding import trained
 from lightning_safusion.integration.checkpoint import Checkpoints
 from lightning_safusion.integration.engine_exchange import History, announce
 from lightning_safusion.integration.fit import Fit
-from lightning_safusion.integration.horovod import configure_horovod
+from lightning_safusion.integration.horovod import check_horovod, configure_horovod
 from lightning_safusion.integration.outlook import Outlook
 from lightning_safusion.integration.parameters import refuse_options
 from lightning_safusion.lookup import check_name
@@ -220,6 +223,16 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return self._fit.wrap(model)
+
+    def _make_transport(self, model: nn.Module) -> Transport:
+        if self._over_horovod:
+            transport = HorovodTransport()
+            check_horovod(model, transport.world_size, self.world_size)
+            return transport
+        group = self._ddp_kwargs.get("process_group")
+        if group is None:
+            return default_transport(self._timeout, self._fit.lockstep)
+        return TorchTransport(group, self._timeout, self._fit.lockstep)
 
     @override
     def _register_ddp_hooks(self) -> None:

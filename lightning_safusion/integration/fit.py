@@ -15,10 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion.baselines import hook_exchange
-from lightning_safusion.comm.transport.horovod import HorovodTransport
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.comm.transport.lockstep import Lockstep
-from lightning_safusion.comm.transport.torch_backend import TorchTransport, default_transport
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
@@ -28,7 +26,6 @@ from lightning_safusion.integration.binding import Bound, describe_untrained, ne
 from lightning_safusion.integration.engine_exchange import EngineExchange, announce
 from lightning_safusion.integration.epoch_end import EpochEnd, more_batches
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
-from lightning_safusion.integration.horovod import check_horovod
 from lightning_safusion.integration.optimizer import suited
 from lightning_safusion.integration.parameters import refuse_python_reducer, trainable
 from lightning_safusion.integration.signals import DeferredSignals
@@ -124,7 +121,7 @@ class Fit:
         self._wrapped = trainable(model)
         strategy.settings = suited(strategy.settings, strategy.optimizers)
         specs = strategy.gradient_specs(model)
-        self.transport = transport = self._make_transport(model)
+        self.transport = transport = strategy._make_transport(model)
         entry = strategy._checkpoints.entry
         checked = {"system": strategy.system, "checkpoint": str(entry.get("nonce"))} | ddp_options(options)
         checked |= {"sync_batchnorm": str(strategy._layer_sync is not None)}
@@ -141,17 +138,6 @@ class Fit:
         options = self.exchange.ddp_options(options)
         with during("set-up, when DDP compares and copies the parameters"):
             return DistributedDataParallel(module=model, device_ids=strategy.determine_ddp_device_ids(), **options)
-
-    def _make_transport(self, model: nn.Module) -> Transport:
-        strategy = self._strategy
-        if strategy._over_horovod:
-            transport = HorovodTransport()
-            check_horovod(model, transport.world_size, strategy.world_size)
-            return transport
-        group = strategy._ddp_kwargs.get("process_group")
-        if group is None:
-            return default_transport(strategy._timeout, self.lockstep)
-        return TorchTransport(group, strategy._timeout, self.lockstep)
 
     def _choose(self, specs: Sequence[TensorSpec], world_size: int, holds_back: bool) -> Choice:
         """The engine or plain DDP.
