@@ -225,6 +225,7 @@ class SAFusionStrategy(DDPStrategy):
         return self._fit.wrap(model)
 
     def _make_transport(self, model: nn.Module) -> Transport:
+        # here, not in the fit: a subclass may bring its own
         if self._over_horovod:
             transport = HorovodTransport()
             check_horovod(model, transport.world_size, self.world_size)

@@ -188,7 +188,7 @@ class EngineRecorder(Callback):
     def __init__(self, pipe: Connection, every: int) -> None:
         self._pipe = pipe
         self._every = every
-        self._controller: Engine | None = None
+        self._engine: Engine | None = None
         self._events: WindowEvents | None = None
         self._begin = self._before_backward = self._process = 0.0
         self._number = 0  # of the step, over all epochs
@@ -204,12 +204,12 @@ class EngineRecorder(Callback):
         if not isinstance(strategy, SAFusionStrategy) or strategy.engine is None:
             raise RuntimeError("nothing to calibrate: plain DDP exchanges the gradients. Give a density below 1.")
         strategy.add_observer(self)
-        self._controller = strategy.engine
-        self._controller.clock = ProcessorClock()
+        self._engine = strategy.engine
+        self._engine.clock = ProcessorClock()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        engine = self._controller
+        engine = self._engine
         if engine is not None and self._number % self._every == 0 and engine.order_known:
             total, each = len(engine.space.layout), _TOUR[self._number // self._every % len(_TOUR)]
             pricer = GroupPricer(engine.planner.costs(engine.space.shape))
