@@ -97,7 +97,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(_GRACE)
 
 
-def gpu(output: Path, rehearse: bool = False, stages: Sequence[str] = ()) -> None:
+def gpu(output: Path, rehearse: bool = False, stages: Sequence[str] = (), patience: float = 1.0) -> None:
     """What a GPU must show, in sets of stages: numbers, times, waits, races, two processes, each beside its budget.
 
     Args:
@@ -105,6 +105,7 @@ def gpu(output: Path, rehearse: bool = False, stages: Sequence[str] = ()) -> Non
             the simulator reads), and what every stage prints. An archive of it is written beside it.
         rehearse: Run every stage on the CPU, with Triton's interpreter and small sizes: nothing is measured.
         stages: Their names; all by default.
+        patience: Factor on the limits of time, for a device that others use as well.
 
     Raises:
         RuntimeError: If there is no CUDA device, and it is no rehearsal; if a stage did not end well, or a figure is
@@ -124,7 +125,7 @@ def gpu(output: Path, rehearse: bool = False, stages: Sequence[str] = ()) -> Non
     # whoever ends this process ends the stage as well
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        for outcome in _outcomes(stages or tuple(STAGES), output, rehearse):
+        for outcome in _outcomes(stages or tuple(STAGES), output, rehearse, patience):
             outcomes.append(outcome)
             print(f"{outcome.name}: {outcome.state} in {outcome.seconds:.0f} s", flush=True)
             _write(output, outcomes, rehearse)
@@ -137,16 +138,16 @@ def gpu(output: Path, rehearse: bool = False, stages: Sequence[str] = ()) -> Non
     _judge(output, outcomes, rehearse)
 
 
-def _outcomes(names: Sequence[str], output: Path, rehearse: bool) -> Iterator[Outcome]:
+def _outcomes(names: Sequence[str], output: Path, rehearse: bool, patience: float) -> Iterator[Outcome]:
     """Runs stages until the user stops one, the machine turns out to be unfit, or the time of all is over."""
-    left, ended = float("inf") if rehearse else LIMIT, ""
+    left, ended = float("inf") if rehearse else LIMIT * patience, ""
     for name in names:
         if left <= 0:
-            ended = ended or f"the {LIMIT:.0f} seconds of a call were over"
+            ended = ended or f"the {LIMIT * patience:.0f} seconds of a call were over"
         if ended:
             yield Outcome(name, "not run", why=ended)
             continue
-        limit = STAGES[name].seconds * (REHEARSAL_FACTOR if rehearse else 1.0)
+        limit = STAGES[name].seconds * patience * (REHEARSAL_FACTOR if rehearse else 1.0)
         outcome = run_stage(name, output, rehearse, min(limit, left))
         left -= outcome.seconds
         ended = {"stopped": "the run was stopped", "unfit": outcome.why}.get(outcome.state, "")
@@ -207,12 +208,14 @@ def main(args: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("python -m lab gpu", description=(gpu.__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for figures, page, costs and logs")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU: nothing is measured")
+    about = "factor on the limits of time, for a device that others use as well"
+    parser.add_argument("--patience", type=float, default=1.0, help=about)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--set", choices=SETS, help="stages that belong together, in at most 8 minutes")
     which.add_argument("--stages", default="", help=f"some of {','.join(STAGES)}")
     given = parser.parse_args(args)
     try:
         stages = stages_of(given.set) if given.set else tuple(filter(None, given.stages.split(",")))
-        gpu(given.output, given.rehearse, stages)
+        gpu(given.output, given.rehearse, stages, given.patience)
     except (RuntimeError, ValueError) as error:
         sys.exit(f"python -m lab: {error}")

@@ -36,24 +36,26 @@ _DEFAULT = Scheme("auto", memory="auto", wire="q4", degree=0, workers=WORKERS)
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and what a worker trains it on in a step.
+    """A model, and how it is trained.
 
     Args:
         shape: Of the transformer.
         sequences: Of a worker's batch.
-        rates: Learning rates that dense training is tried with.
+        steps: Optimizer steps; a tenth of them warm up, then the learning rate falls to zero along a cosine.
+        rates: Largest learning rates, the likeliest first.
     """
 
     shape: Shape
     sequences: int
+    steps: int
     rates: tuple[float, ...]
 
 
 #: 25.4 and 111 million parameters.
 SIZES: Mapping[str, Size] = MappingProxyType(
     {
-        "25M": Size(Shape(512, 8, 8, 256), 8, (5e-4, 1e-3, 2e-3)),
-        "110M": Size(Shape(960, 10, 15, 256), 8, (3e-4, 6e-4, 1.2e-3)),
+        "25M": Size(Shape(512, 8, 8, 256), 8, 1500, (1e-3, 2e-3, 5e-4)),
+        "110M": Size(Shape(960, 10, 15, 256), 8, 1000, (6e-4,)),
     }
 )
 _TINY = Shape(16, 1, 2, 8)
@@ -76,29 +78,16 @@ class Trial(NamedTuple):
         size: Of :data:`SIZES`.
         system: Of :data:`SYSTEMS`.
         seed: Of weights and batches.
+        lr: Largest learning rate.
     """
 
     size: str
     system: str
     seed: int
+    lr: float
 
     def __str__(self) -> str:
-        return f"{self.size}, {self.system}, seed {self.seed}"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How long and how fast a trial learns.
-
-    Args:
-        steps: Optimizer steps; a tenth of them warm up, then the learning rate falls to zero along a cosine.
-        lr: Largest learning rate.
-        factor: On it, of this system.
-    """
-
-    steps: int
-    lr: float
-    factor: float = 1.0
+        return f"{self.size}, {self.system}, seed {self.seed}, rate {self.lr:g}"
 
 
 @dataclass(frozen=True)
@@ -108,16 +97,14 @@ class Outcome:
     Args:
         loss: Of the held-out text after the last step, nats per byte; None if the training diverged.
         curve: Steps so far, mean training loss since the last point, and held-out loss, by point.
-        recipe: Steps, learning rate, factor.
-        milliseconds: Of a step, evaluations left out; mean.
-        nbytes: That a worker sends in a usual step.
+        seconds: It took.
+        nbytes: That a worker sends in a step: in the last one; mean of all.
     """
 
     loss: float | None
     curve: list[tuple[int, float, float]]
-    recipe: tuple[int, float, float]
-    milliseconds: float
-    nbytes: int
+    seconds: float
+    nbytes: tuple[int, float]
 
 
 class _FewSources(Sources):
@@ -149,27 +136,26 @@ class Job:
 
 
 @contextmanager
-def job(place: Device, trial: Trial, recipe: Recipe, opens: bool = True) -> Iterator[Job]:
+def job(place: Device, trial: Trial, steps: int) -> Iterator[Job]:
     """Makes the job of a trial, in the memory of the last one; ends its threads.
 
     Args:
         place: Where it runs; on the CPU a tiny model stands for all.
         trial: What is trained.
-        recipe: For how long.
-        opens: The first steps send more, as in training.
+        steps: Of the whole training.
     """
     place.clear()
     size, workers = SIZES[trial.size], WORKERS if place.cuda else _REHEARSED
     shape, sequences = (size.shape, size.sequences) if place.cuda else (_TINY, 1)
-    scheme = replace(SYSTEMS[trial.system], workers=workers, lr_scale=recipe.factor)
+    scheme = replace(SYSTEMS[trial.system], workers=workers)
     task = Task(
         f"bytes-{trial.size}",
         partial(BytePredictor, shape, torch.bfloat16),
         Sources,
         "loss",
         "adamw",
-        lr=recipe.lr,
-        steps=recipe.steps,
+        lr=trial.lr,
+        steps=steps,
         batch=workers * sequences,
         weight_decay=0.1,
         warmup=0.1,
@@ -183,65 +169,41 @@ def job(place: Device, trial: Trial, recipe: Recipe, opens: bool = True) -> Iter
         averager.carry_momentum(optimizers, training.params)
         for engine in averager.by_worker if isinstance(averager, Engines) else ():
             engine.fused.serves = True  # in the interpreter too
-            engine.density.opens &= opens
-        yield Job(training, averager, optimizers, recipe.lr * recipe.factor)
+        yield Job(training, averager, optimizers, trial.lr)
 
 
-def trained(place: Device, trial: Trial, recipe: Recipe, curves: Path | None = None, points: int = _POINTS) -> Outcome:
+def trained(place: Device, trial: Trial, steps: int, curves: Path | None = None, points: int = _POINTS) -> Outcome:
     """Trains once.
 
     Args:
         place: The device.
         trial: What is trained.
-        recipe: For how long.
+        steps: For so many.
         curves: Takes every point as it comes, a line of comma-separated values each.
         points: Of the curve.
     """
     curve: list[tuple[int, float, float]] = []
-    with job(place, trial, recipe) as ready:
-        losses, seconds, last = torch.zeros(recipe.steps, device=place.device), 0.0, 0
-        for stop in sorted({math.ceil(recipe.steps * (point + 1) / points) for point in range(points)}):
-            begin = time.perf_counter()
+    with job(place, trial, steps) as ready:
+        begin, losses, nbytes, last = time.perf_counter(), torch.zeros(steps, device=place.device), 0, 0
+        for stop in sorted({math.ceil(steps * (point + 1) / points) for point in range(points)}):
             for number in range(last, stop):
                 losses[number] = ready.step(number)
-            place.wait()
-            seconds += time.perf_counter() - begin
+                nbytes += ready.averager.bytes_sent
             curve.append((stop, float(losses[last:stop].mean()), ready.training.evaluate()))
             last = stop
             if curves is not None:
-                _add_point(curves, trial, recipe, curve[-1])
+                _add_point(curves, trial, curve[-1])
             if not all(map(math.isfinite, curve[-1])):
                 break
-        nbytes, (_, _, loss) = ready.averager.bytes_sent, curve[-1]
+        usual, seconds = ready.averager.bytes_sent, time.perf_counter() - begin
     finite = [point for point in curve if all(map(math.isfinite, point))]
-    settings = recipe.steps, recipe.lr, recipe.factor
-    return Outcome(loss if len(finite) == len(curve) else None, finite, settings, 1e3 * seconds / last, nbytes)
+    return Outcome(curve[-1][2] if len(finite) == len(curve) else None, finite, seconds, (usual, nbytes / last))
 
 
-def _add_point(curves: Path, trial: Trial, recipe: Recipe, point: tuple[int, float, float]) -> None:
+def _add_point(curves: Path, trial: Trial, point: tuple[int, float, float]) -> None:
     new = not curves.exists()
     with curves.open("a", encoding="utf-8") as file:
         if new:
-            file.write("size,system,seed,steps,learning rate,step,training loss,held-out loss\n")
-        values = *trial, recipe.steps, recipe.lr * recipe.factor, *point
-        file.write(",".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in values) + "\n")
-
-
-def step_seconds(place: Device, trial: Trial, warm: int, timed: int) -> float:
-    """Seconds of a step, as it is when messages are sparse; mean.
-
-    Args:
-        place: The device.
-        trial: What is trained.
-        warm: Steps before, in which kernels are compiled.
-        timed: Steps that are timed.
-    """
-    with job(place, trial, Recipe(warm + timed, SIZES[trial.size].rates[0]), opens=False) as ready:
-        for number in range(warm):
-            ready.step(number)
-        place.wait()
-        begin = time.perf_counter()
-        for number in range(warm, warm + timed):
-            ready.step(number)
-        place.wait()
-        return (time.perf_counter() - begin) / timed
+            file.write("size,system,seed,learning rate,step,training loss,held-out loss\n")
+        values = (f"{each:.6g}" if isinstance(each, float) else str(each) for each in (*trial, *point))
+        file.write(",".join(values) + "\n")
