@@ -212,6 +212,10 @@ def test_few_bits_round_to_levels_of_their_part_of_a_tensor(values: str) -> None
         part, rounded = selection.values[inside].abs(), sent[inside].abs()
         if levels == 1:
             torch.testing.assert_close(rounded, part.mean().expand_as(part), rtol=2**-8, atol=0)
+        elif levels == 8:  # to the nearest power of two, up to a 128th of the largest, and the scale to 8 bits
+            assert len((rounded / rounded.max()).log2().unique()) <= levels
+            ratio = rounded / part.clamp(min=float(part.max()) / 128)
+            assert 1 / 1.34 < float(ratio.min()) <= float(ratio.max()) < 1.51
         else:
             # to the middle of its level, and the scale to 8 bits
             assert float((rounded - part).abs().max()) <= float(part.max()) * (0.5 / levels + 2**-8)

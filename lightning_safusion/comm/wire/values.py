@@ -87,12 +87,14 @@ class FloatField(ValueField):
 
 
 class QuantizedField(ValueField):
-    """A sign and equally spaced levels, relative to the largest magnitude in a part of a tensor.
+    """A sign and a level, relative to the largest magnitude in a part of a tensor.
 
-    The parts are those of :func:`scale_edges`. With one bit there is a single level, the mean magnitude of the part.
-    Scaled signs with error feedback: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019; levels: Alistarh et
-    al., QSGD, NeurIPS 2017 (here rounded to the nearest, not at random). A part with a value that is not finite has no
-    finite values.
+    The parts are those of :func:`scale_edges`. Four bits have the sign and one of eight powers of two, the largest
+    magnitude and halves of it: what Adam makes of a small gradient depends on its relative error. Two bits have two
+    equally spaced levels, one bit a single one, the mean magnitude of the part. Powers of two: Horvath et al., Natural
+    Compression for Distributed Deep Learning, MSML 2022; levels: Alistarh et al., QSGD, NeurIPS 2017 (both here rounded
+    to the nearest, not at random); scaled signs with error feedback: Karimireddy et al., Error Feedback Fixes SignSGD,
+    ICML 2019. A part with a value that is not finite has no finite values.
 
     Layout: ``[codes | scales]``, codes of several values in a byte, and a bfloat16 for each part.
 
@@ -121,9 +123,8 @@ class QuantizedField(ValueField):
         part, magnitudes = self._parts(indices.long()), values.abs()
         coarse = self._scales(part, magnitudes).to(torch.bfloat16)
         scale = coarse.float()[part]
-        level = (magnitudes * torch.where(scale > 0, self._levels / scale, 0)).floor_().clamp_(max=self._levels - 1)
-        # NaN and infinities have no level
-        codes = level.nan_to_num_(0.0).to(torch.uint8).add_(values.signbit().to(torch.uint8), alpha=self._levels)
+        level = self._level(magnitudes, scale).clamp_(0, self._levels - 1).to(torch.uint8)
+        codes = level.add_(values.signbit().to(torch.uint8), alpha=self._levels)
         fill(field, packed(pad(codes, (0, -len(codes) % 8)), self.bits))
         self._coarse(field).copy_(coarse)
         return self._values(codes, scale)
@@ -143,6 +144,14 @@ class QuantizedField(ValueField):
         written = field[begin : -(-(first + len(indices)) * self.bits // 8)]
         codes = unpacked(written, self.bits)[skipped : skipped + len(indices)]
         return self._values(codes, self._coarse(field).float()[self._parts(indices)])
+
+    def _level(self, magnitudes: Tensor, scale: Tensor) -> Tensor:
+        """The level of each value, not yet limited to those that there are; 0 of those that are not finite."""
+        if self.bits < 4:
+            return (magnitudes * torch.where(scale > 0, self._levels / scale, 0)).floor_().nan_to_num_(0.0)
+        # the bits of a float are its logarithm to the base 2, with a mantissa that is linear between two powers
+        octaves = (magnitudes.view(torch.int32) - scale.view(torch.int32) + (1 << 22)) >> 23
+        return (octaves + (self._levels - 1)).where(scale.isfinite(), 0)
 
     def _coarse(self, field: Tensor) -> Tensor:
         """bfloat16, the scales in a field."""
@@ -170,7 +179,8 @@ class QuantizedField(ValueField):
         return scales.index_add_(0, part, sums).mul_(2 / present.clamp_(min=1)).float()
 
     def _values(self, codes: Tensor, scale: Tensor) -> Tensor:
-        table = (torch.arange(self._levels, dtype=torch.float32, device=codes.device) + 0.5) / self._levels
+        level = torch.arange(self._levels, dtype=torch.float32, device=codes.device)
+        table = (level - (self._levels - 1)).exp2() if self.bits == 4 else (level + 0.5) / self._levels
         return torch.cat([table, -table]).index_select(0, codes.int()).mul_(scale)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = 16  # of the compiled functions and their arguments, as in kernels.h: setup.py names the library after it
+VERSION = 17  # of the compiled functions and their arguments, as in kernels.h: setup.py names the library after it
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
 _LARGE = 1 << 18  # bytes of an array whose memory is kept

@@ -63,8 +63,26 @@ static float scale_of(const float *values, int64_t size, int64_t bits)
     return present ? (float)(2 * sum / (double)present) : 0;
 }
 
-/* Codes (a level, and the sign in the highest bit) of values that share a scale, one in each byte, and what they stand
- * for. */
+/* Codes of four bits: the sign, and the power of two that is nearest to a value's share of the scale. The bits of a
+ * float are its logarithm to the base 2, with a mantissa that is linear between two powers. */
+CLONES static void code_powers(const float *restrict values, int64_t size, float scale, uint8_t *restrict codes,
+                               float *restrict sent)
+{
+    int32_t most;
+    memcpy(&most, &scale, sizeof most);
+    for (int64_t i = 0; i < size; i++) {
+        uint32_t own;
+        memcpy(&own, values + i, sizeof own);
+        int32_t level = 7 + (((int32_t)(own & MAGNITUDE) - most + 0x400000) >> 23);
+        level = level < 0 ? 0 : level > 7 ? 7 : level;
+        codes[i] = (uint8_t)((uint32_t)level | own >> 31 << 3);
+        float value = as_float((uint32_t)(120 + level) << 23) * scale;
+        sent[i] = own >> 31 ? -value : value;
+    }
+}
+
+/* Codes of fewer bits (a level, and the sign in the highest bit) of values that share a scale, one in each byte, and what
+ * they stand for. */
 CLONES static void code(const float *restrict values, int64_t size, int64_t bits, float scale, uint8_t *restrict codes,
                         float *restrict sent)
 {
@@ -110,7 +128,9 @@ int64_t safusion_quantize(const void *positions, int64_t position_bits, int64_t 
         if (!(scale <= FLT_MAX)) return 0;
         while (entry < last) {
             int64_t number = last - entry < FEW_CODES ? last - entry : FEW_CODES;
-            code(values + entry, number, bits, scale, few, sent ? sent + entry : few_sent);
+            float *echo = sent ? sent + entry : few_sent;
+            if (bits == 4) code_powers(values + entry, number, scale, few, echo);
+            else code(values + entry, number, bits, scale, few, echo);
             for (int64_t i = bits == 4 ? pack_pairs(few, number, entry, codes) : 0; i < number;) {
                 /* byte by byte: to write to memory code by code takes longer */
                 int64_t bit = (entry + i) * bits;

@@ -7,12 +7,14 @@ static inline int64_t position_of(const void *positions, int64_t bits, int64_t e
     return bits == 32 ? ((const int32_t *)positions)[entry] : ((const int64_t *)positions)[entry];
 }
 
+/* What codes stand for, as shares of their scale: powers of two in four bits, else the middles of levels. */
 static inline void level_table(int64_t bits, float table[16])
 {
     const int levels = 1 << (bits - 1);
     for (int code = 0; code < 2 * levels; code++) {
-        float level = ((float)(code & (levels - 1)) + 0.5f) / (float)levels;
-        table[code] = code < levels ? level : -level;
+        int level = code & (levels - 1);
+        float share = bits == 4 ? (float)(1 << level) / 128 : ((float)level + 0.5f) / (float)levels;
+        table[code] = code < levels ? share : -share;
     }
 }
 

@@ -20,7 +20,6 @@ from lightning_safusion.kernels.cuda.elements import (
     REGION,
     as_bfloat16,
     as_float16,
-    quotient,
     store_rank,
     wide_ranks,
 )
@@ -282,14 +281,11 @@ def _store_codes(
     GROUPS: tl.constexpr,
 ) -> None:
     """Four bits for each of ``GROUPS`` times 32 values, eight in a word; ``largest``: of the parts that they are in."""
-    SIZE: tl.constexpr = GROUPS * 32
     scale = _scale(largest)
-    usable = (scale > 0) & (scale < INFINITE)
-    eight = tl.full([SIZE], 8.0, tl.float32)
-    factor = quotient(eight, tl.where(usable, scale.to(tl.float32, bitcast=True), 1.0))
-    level = (raw & MAGNITUDE).to(tl.float32, bitcast=True) * factor
-    whole = tl.where(usable, tl.where(level < 7.0, level, 7.0), 0.0).to(tl.int32)
-    code = tl.where(valid, whole | (((raw >> 31) & 1) << 3), 0)
+    # the power of two nearest to the share of the scale: a float's bits are its logarithm, with a linear mantissa
+    octave = 7 + (((raw & MAGNITUDE) - scale + 0x400000) >> 23)
+    level = tl.where(scale < INFINITE, tl.maximum(tl.minimum(octave, 7), 0), 0)
+    code = tl.where(valid, level | (((raw >> 31) & 1) << 3), 0)
     words = tl.sum(tl.reshape(code, [GROUPS * 4, 8]) << (4 * tl.arange(0, 8))[None, :], 1)
     place = codes + program * GROUPS * 4 + tl.arange(0, GROUPS * 4)
     tl.store(message + place, words, mask=place < scale_words)

@@ -98,7 +98,7 @@ def _decoded(
     in_parts = (message + scales).to(tl.pointer_type(tl.int16)) + place
     scale = (tl.load(in_parts, mask=hit, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     code = tl.load(message + codes + (entry >> 3), mask=hit, other=0) >> ((entry & 7) * 4)
-    value = (((code & 7).to(tl.float32) + 0.5) * 0.125) * scale
+    value = ((120 + (code & 7)) << 23).to(tl.float32, bitcast=True) * scale
     # before Triton 3.9 -value is 0 - value, which has another sign where value is 0
     return (value.to(tl.int32, bitcast=True) ^ ((code & 8) << 28)).to(tl.float32, bitcast=True)
 
