@@ -215,7 +215,7 @@ def test_few_bits_round_to_levels_of_their_part_of_a_tensor(values: str) -> None
         elif levels == 8:  # to the nearest power of two, up to a 128th of the largest, and the scale to 8 bits
             assert len((rounded / rounded.max()).log2().unique()) <= levels
             ratio = rounded / part.clamp(min=float(part.max()) / 128)
-            assert 1 / 1.34 < float(ratio.min()) <= float(ratio.max()) < 1.51
+            assert 1 / 1.51 < float(ratio.min()) <= float(ratio.max()) < 1.51
         else:
             # to the middle of its level, and the scale to 8 bits
             assert float((rounded - part).abs().max()) <= float(part.max()) * (0.5 / levels + 2**-8)
