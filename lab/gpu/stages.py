@@ -60,7 +60,7 @@ STAGES: dict[str, Stage] = {
     "waits": Stage("lab.gpu.waits:waits", "second", 40, "where the host waits for the device, each with its stack"),
     "races": Stage("lab.gpu.races:races", "second", 45, "windows whose streams are late at random, some abandoned"),
     "processes": Stage("lab.gpu.processes:processes", "second", 60, "two workers over gloo: replicas, CPU's numbers"),
-    "rivals": Stage("lab.gpu.rivals:rivals", "second", 25, "torch's hooks and selection beside a window"),
+    "rivals": Stage("lab.gpu.rivals:rivals", "second", 40, "torch's hooks and selection beside a window"),
     "trace": Stage("lab.gpu.trace:trace", "second", 30, "three steps as torch's profiler sees them"),
     "deterministic": Stage(
         "lab.gpu.deterministic:deterministic",

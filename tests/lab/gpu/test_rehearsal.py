@@ -39,9 +39,7 @@ FOUND = {
     "sanitizer": (1, "compute-sanitizer"),
     "links": (49, "perceptron, 100 Gbit/s, oktopk: throughput"),
     "shaped": (1, "shaped links") if why_no_links() else (18, "10gbit, ddp: replicas are equal"),
-    "accuracy": (10, "25M, 2 %: held-out loss above dense training's"),
-    "accuracy-rivals": (11, "25M, DeMo, seed 0: held-out loss"),
-    "accuracy-rest": (34, "110M, 2 %: held-out loss above dense training's"),
+    "accuracy": (26, "110M, 2 %: held-out loss above dense training's"),
 }
 
 # Hides packages from a process and from those that it starts.
