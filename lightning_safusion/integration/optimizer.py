@@ -330,18 +330,19 @@ def carry_momentum(
     note = f"{names} leaves the momentum of sparse tensors to the residual" if leaving else "the residual fades"
     note += f" (factor {momentum:.3g}); memory='residual' " + ("keeps it in the optimizer" if leaving else "keeps it")
     if pace is not None:
-        steps = _in_the_long_run(density, scattered, bool(leaving))
+        steps = _in_the_long_run(density, scattered, pace if leaving else None)
         note += f". Elements are compared by how far they would move{steps}; select_by='gradient' compares gradients"
     return [MomentumSwitch(optimizer, carried, pace) for optimizer in leaving], note
 
 
-def _in_the_long_run(density: DensitySchedule, scattered: float, paced: bool) -> str:
+def _in_the_long_run(density: DensitySchedule, scattered: float, pace: Pace | None) -> str:
     """How steps differ in the long run, if they are paced, and how many send more at first; empty if they do not."""
     lasting = density.lasting()
     if lasting is None:
         return ""
-    factor, first = Pace(lambda: scattered * lasting).factor, BY_UPDATE.lasts(lasting) if density.opens else 0
-    told = f", with steps {factor:.2g} times as large" if paced and factor > 1 else ""
+    factor = 1.0 if pace is None else pace.factor_at(scattered * lasting)
+    first = BY_UPDATE.lasts(lasting) if density.opens else 0
+    told = f", with steps {factor:.2g} times as large" if factor > 1 else ""
     return told + (f"; the first {first} steps send more{_COMPARE}" if first else "")
 
 

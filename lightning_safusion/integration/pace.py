@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.sparsify.schedule import BY_UPDATE
 
-# Below one density steps are larger, by this power of how far it is below: an element that is sent moves for all the
-# steps in which it was not.
+# Densities are those of two workers. Below one of them steps are larger, by this power of how far it is below: an
+# element that is sent moves for all the steps in which it was not.
 _PACED_BELOW, _PACE = 0.05, 0.25
 # Share of the optimizer's momentum that stays: all of it at density 1, falling with the logarithm to none at 4 %.
 _NONE_KEPT_AT = 0.04
@@ -23,36 +23,52 @@ _KEPT_AT_FIRST = 0.95
 class Pace:
     """Steps of Adam's kind where elements are compared in units of the update (docs/convergence.md).
 
+    They depend on the share of the elements that moves in a window: with many workers each selects others.
+
     Args:
         density: Share of the elements that a worker selected in the latest window.
         first: Whether that was one of the first windows, which send the most.
+        workers: Whose selections all workers receive.
     """
 
-    def __init__(self, density: Callable[[], float], first: Callable[[], bool] = lambda: False) -> None:
-        self._density, self._first = density, first
+    def __init__(
+        self, density: Callable[[], float], first: Callable[[], bool] = lambda: False, workers: int = 2
+    ) -> None:
+        self._density, self._first, self._workers = density, first, workers
 
     @staticmethod
     def of(engine: Engine) -> Pace:
         """That of the engine's windows."""
         space, planner = engine.space, engine.planner
+        # owners select again, and deliver as many elements with few workers as with many
+        workers = engine.transport.world_size if space.scattered == 1 else 2
         return Pace(
             lambda: space.scattered * space.quotas.density,
             lambda: planner.opening and space.quotas.density == BY_UPDATE.density,
+            workers,
         )
+
+    def of_two(self, density: float) -> float:
+        """Density at which two workers move as many elements as all workers do at another."""
+        return 1.0 - (1.0 - density) ** (self._workers / 2)
+
+    def factor_at(self, density: float) -> float:
+        """On the learning rate at a density: with it the learning rate that serves dense training serves."""
+        return max(1.0, (_PACED_BELOW / self.of_two(density)) ** _PACE)
 
     @property
     def factor(self) -> float:
-        """On the learning rate: with it the learning rate that serves dense training serves."""
-        return max(1.0, (_PACED_BELOW / self._density()) ** _PACE)
+        """On the learning rate after the latest window."""
+        return self.factor_at(self._density())
 
     @property
     def kept(self) -> float:
         """Share of the optimizer's momentum that stays.
 
-        The more often elements are sent, the more do steps without a momentum shake the weights; the less often, the
+        The more often elements move, the more do steps without a momentum shake the weights; the less often, the
         less do they need one.
         """
-        lasting = 1.0 - math.log(self._density()) / math.log(_NONE_KEPT_AT)
+        lasting = 1.0 - math.log(self.of_two(self._density())) / math.log(_NONE_KEPT_AT)
         return max(0.0, lasting, _KEPT_AT_FIRST if self._first() else 0.0)
 
 

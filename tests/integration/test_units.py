@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,14 @@ def pacing(factor: float) -> Pace:
 @pytest.mark.parametrize("density", [0.5, 0.05, 0.01, 0.002])
 def test_the_pace_rises_below_one_density(density: float) -> None:
     assert Pace(lambda: density).factor == pytest.approx(max(1.0, (0.05 / density) ** 0.25))
+
+
+@pytest.mark.parametrize("density", [1.0, 0.5, 0.02])
+def test_many_workers_step_as_two_that_move_as_many_elements(density: float) -> None:
+    alone = (1.0 - density) ** 8  # share of the elements that none of eight workers has selected
+    two = Pace(lambda: 1.0 - math.sqrt(alone))
+    eight = Pace(lambda: density, workers=8)
+    assert (eight.factor, eight.kept) == pytest.approx((two.factor, two.kept))
 
 
 @pytest.mark.parametrize(("density", "kept"), [(1.0, 1.0), (0.1, 0.285), (0.04, 0.0), (0.001, 0.0)])
