@@ -40,7 +40,7 @@ from lab.tasks.models import (
     TwoHeads,
 )
 from lab.tasks.optimizers import OPTIMIZERS
-from lab.tasks.sources import ShortSources
+from lab.tasks.sources import ShortSources, Sources
 from lightning_safusion.lookup import look_up
 from lightning_safusion.notation import hints_of, read, typed
 from lightning_safusion.tools.demo.digits import WIDTHS, DigitsNet
@@ -301,6 +301,19 @@ _TASKS = (
         lr=2e-3,
         steps=400,
         batch=16,
+        weight_decay=0.1,
+        warmup=0.1,
+    ),
+    # 8,192 bytes a step: its gradients have so little noise that curvature limits the learning rate
+    Task(
+        "sources-large-batch",
+        partial(BytePredictor, Shape(128, 8, 2, 256)),
+        Sources,
+        "loss",
+        "adamw",
+        lr=1e-3,
+        steps=400,
+        batch=32,
         weight_decay=0.1,
         warmup=0.1,
     ),
