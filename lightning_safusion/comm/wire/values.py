@@ -146,12 +146,12 @@ class QuantizedField(ValueField):
         return self._values(codes, self._coarse(field).float()[self._parts(indices)])
 
     def _level(self, magnitudes: Tensor, scale: Tensor) -> Tensor:
-        """The level of each value, not yet limited to those that there are; 0 of those that are not finite."""
+        """The level of each value, not yet limited to those that there are; 0 of zeros and of what is not finite."""
         if self.bits < 4:
             return (magnitudes * torch.where(scale > 0, self._levels / scale, 0)).floor_().nan_to_num_(0.0)
         # the bits of a float are its logarithm to the base 2, with a mantissa that is linear between two powers
         octaves = (magnitudes.view(torch.int32) - scale.view(torch.int32) + (1 << 22)) >> 23
-        return (octaves + (self._levels - 1)).where(scale.isfinite(), 0)
+        return (octaves + (self._levels - 1)).where((scale > 0) & scale.isfinite(), 0)
 
     def _coarse(self, field: Tensor) -> Tensor:
         """bfloat16, the scales in a field."""

@@ -68,13 +68,13 @@ static float scale_of(const float *values, int64_t size, int64_t bits)
 CLONES static void code_powers(const float *restrict values, int64_t size, float scale, uint8_t *restrict codes,
                                float *restrict sent)
 {
-    int32_t most;
+    int32_t most, highest = scale > 0 ? 7 : 0;
     memcpy(&most, &scale, sizeof most);
     for (int64_t i = 0; i < size; i++) {
         uint32_t own;
         memcpy(&own, values + i, sizeof own);
         int32_t level = 7 + (((int32_t)(own & MAGNITUDE) - most + 0x400000) >> 23);
-        level = level < 0 ? 0 : level > 7 ? 7 : level;
+        level = level < 0 ? 0 : level > highest ? highest : level;
         codes[i] = (uint8_t)((uint32_t)level | own >> 31 << 3);
         float value = as_float((uint32_t)(120 + level) << 23) * scale;
         sent[i] = own >> 31 ? -value : value;

@@ -284,7 +284,7 @@ def _store_codes(
     scale = _scale(largest)
     # the power of two nearest to the share of the scale: a float's bits are its logarithm, with a linear mantissa
     octave = 7 + (((raw & MAGNITUDE) - scale + 0x400000) >> 23)
-    level = tl.where(scale < INFINITE, tl.maximum(tl.minimum(octave, 7), 0), 0)
+    level = tl.where((scale > 0) & (scale < INFINITE), tl.maximum(tl.minimum(octave, 7), 0), 0)
     code = tl.where(valid, level | (((raw >> 31) & 1) << 3), 0)
     words = tl.sum(tl.reshape(code, [GROUPS * 4, 8]) << (4 * tl.arange(0, 8))[None, :], 1)
     place = codes + program * GROUPS * 4 + tl.arange(0, GROUPS * 4)
