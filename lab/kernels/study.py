@@ -148,7 +148,7 @@ def _faults_of(label: str, code: Mapping[str, Any], nvidia: bool) -> list[str]:
     weighed = name in ("compensate", "reduce") and "MOMENT=-1" not in label
     wanted = {
         "barriers": name in ("decode", "reduce", "commit"),
-        "divisions": nvidia and (weighed or name == "decode" or "SELECTED=True,VALUES=3" in label),
+        "divisions": nvidia and (weighed or name == "decode"),
         "roots": nvidia and weighed,
     }
     unwanted = "spills", "fused", "flushed", "float atomics", "subtracted from 0"

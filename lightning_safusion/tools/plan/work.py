@@ -74,7 +74,7 @@ LOOPS: dict[str, Loop] = {
     "narrow": Loop(148, 452, 128, 512),
     "count_chunks": Loop(57, 511, 128, 512),
     "write": Loop(684, 317, 32, 128),
-    "pack": Loop(74, 554, 128, 512),
+    "pack": Loop(73, 395, 128, 512),
     "decode": Loop(227, 488, 128, 256),
     "decode of owners": Loop(223, 636, 128, 256),
     "reduce": Loop(226, 210, 128, 256),
