@@ -83,4 +83,17 @@ def test_others_send_no_more() -> None:
     for _ in range(200):
         first.tell(notices)
         first.count()
-    assert first.density(0) == notices.own == 0
+    assert first.density(0) == first.fading(0) == notices.own == 0
+
+
+def test_what_is_theirs_fades_as_long_as_they_last() -> None:
+    first, notices, seen = FirstWindows(), Notices(), []
+    first.opening = OPENING
+    for window in range(30):
+        first.tell(notices)
+        seen.append(first.fading(window))
+        notices.hear(notices.own)
+        first.hear(notices, window + 1)
+        assert first.fading(window) == seen[-1]  # whether an optimizer steps before ranks hear of the end, or after
+        first.count()
+    assert seen == pytest.approx([1.0] * 10 + [1.0 - step / 10 for step in range(10)] + [0.0] * 10)
