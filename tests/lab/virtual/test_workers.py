@@ -200,4 +200,5 @@ def test_engines_suit_the_optimizer(make: Callable[..., Engines], optimizer: Any
         assert (engine.space.memory.decay < 1) == divides
         assert engine.first_windows.opening is (BY_UPDATE if divides else BY_GRADIENT)
     engines.average(gradients(2, 0))
-    assert (Pace.of(engines.by_worker[0]).kept == 0.95) == divides  # the optimizer needs its momentum at first
+    if divides:
+        assert Pace.of(engines.by_worker[0]).kept == 0.95  # the optimizer needs its momentum at first
