@@ -51,7 +51,7 @@ def test_judges_train(name: str) -> None:
 
 
 def test_a_trained_start_is_that_of_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import lab.tasks.task as module
+    import lab.tasks.table as module
 
     short = {"bytes-transformer": replace(TASKS["bytes-transformer"], steps=2, batch=2)}
     monkeypatch.setattr(module, "_FRESH", short)
