@@ -59,6 +59,7 @@ OPTIONS = (
     "precision=bf16",
     "fused=True",
     "ema=0.98,schedule=constant",
+    "swa=0.25,schedule=constant",
     "schedule=onecycle",
 )
 

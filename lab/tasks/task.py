@@ -21,7 +21,7 @@ from lightning_safusion.lookup import look_up
 _EVALUATED = 64
 # What its name stands for in a recipe, and what is in a recipe only if it is not as usual: results of before lack it.
 PARTS = ("name", "model", "data", "metric")
-_LATER = ("clip_value", "accumulate", "precision", "sam", "schedule", "ema", "fused")
+_LATER = ("clip_value", "accumulate", "precision", "sam", "schedule", "ema", "fused", "swa")
 _VERSIONS = {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
 
 
@@ -52,6 +52,8 @@ class Task:
             beta that falls from 0.95 to 0.85 and rises again; ``"constant"``.
         ema: Decay of an average of the weights over time, which is evaluated in their place; 0: none.
         fused: Adam's kind steps in one kernel.
+        swa: Share of the steps, the last ones, after which the weights are averaged; the average is evaluated
+            (Izmailov et al., Averaging Weights Leads to Wider Optima, UAI 2018); 0: none.
         revision: Raised whenever network or data change, so that results of before are not taken for new ones.
     """
 
@@ -76,6 +78,7 @@ class Task:
     schedule: Literal["cosine", "onecycle", "constant"] = "cosine"
     ema: float = 0.0
     fused: bool = False
+    swa: float = 0.0
 
     def __post_init__(self) -> None:
         if self.sam and self.accumulate > 1:

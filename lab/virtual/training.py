@@ -39,7 +39,8 @@ class VirtualTraining:
         self.model, self._data = task.model(), task.data(seed, task.batch)
         self.params = [param for param in self.model.parameters() if param.requires_grad]
         self.order = ready_order(self.model, self.params, self._data)
-        self._average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(task.ema)) if task.ema else None
+        mean = get_ema_multi_avg_fn(task.ema) if task.ema else None  # None: of all weights equally
+        self._average = AveragedModel(self.model, multi_avg_fn=mean) if task.ema or task.swa else None
 
     def step(self, number: int, averager: Averager, optimizers: Sequence[Optimizer], lr: float) -> float:
         """Trains for one step, unless the loss is not finite.
@@ -62,7 +63,7 @@ class VirtualTraining:
         if not math.isfinite(mean_loss):
             return mean_loss
         descend(self.task, self.params, averager.average(gradients), optimizers)
-        if self._average is not None:
+        if self._average is not None and (not self.task.swa or number >= (1 - self.task.swa) * self.task.steps):
             self._average.update_parameters(self.model)
         return mean_loss
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from threading import Thread, current_thread
 from typing import Any
 
@@ -202,3 +203,22 @@ def test_engines_suit_the_optimizer(make: Callable[..., Engines], optimizer: Any
     engines.average(gradients(2, 0))
     if divides:
         assert Pace.of(engines.by_worker[0]).kept == 0.95  # the optimizer needs its momentum at first
+
+
+def test_the_optimizers_momentum_falls_after_the_first_windows(make: Callable[..., Engines]) -> None:
+    """With all that stands between the engine's clock and the optimizer's step."""
+    engines = make(Scheme("auto", density=0.02, memory="auto", wire="q4"))
+    params = [torch.nn.Parameter(torch.zeros(spec.shape)) for spec in SPECS]
+    optimizer = torch.optim.AdamW(params, betas=(0.9, 0.999))
+    engines.carry_momentum([optimizer], params)
+    betas: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: betas.append(min(g["betas"][0] for g in optimizer.param_groups)))
+    for step in range(2 * BY_UPDATE.steps + 5):
+        for param, mean in zip(params, engines.average(gradients(2, step)), strict=True):
+            param.grad = mean.view_as(param)
+        optimizer.step()
+    first, then, last = betas[: BY_UPDATE.steps], betas[BY_UPDATE.steps : -5], betas[-5:]
+    assert first == pytest.approx([0.95 * 0.9] * len(first))
+    assert then == sorted(then, reverse=True)
+    assert max(a - b for a, b in pairwise(then)) < 0.02
+    assert last == [0.0] * 5
