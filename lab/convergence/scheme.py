@@ -14,11 +14,13 @@ from lightning_safusion.sparsify import Memory, resolve_density, resolve_memory,
 from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
 from lightning_safusion.sparsify.selection.units import SelectBy
 
-Method = Literal["dense", "behind", "ahead", "shared", "pooled", "auto", "bf16", "powersgd", "demo", "sparseloco"]
+Method = Literal[
+    "dense", "behind", "ahead", "shared", "pooled", "auto", "bf16", "powersgd", "demo", "sparseloco", "scape"
+]
 #: Methods that are not the engine's.
-REFERENCES = ("dense", "bf16", "powersgd", "demo", "sparseloco")
+REFERENCES = ("dense", "bf16", "powersgd", "demo", "sparseloco", "scape")
 #: Those among them that make steps, not gradients.
-STEPPING = ("demo", "sparseloco")
+STEPPING = ("demo", "sparseloco", "scape")
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Scheme:
     Args:
         method: ``"dense"`` averages plainly; ``"behind"``, ``"ahead"`` and ``"pooled"`` select from the fused buffer,
             from every tensor, and from every tensor with pooled quotas; ``"shared"`` with shared quotas; ``"auto"``
-            as ``quota="auto"`` and ``select_by="auto"`` do; ``"bf16"``, ``"powersgd"``, ``"demo"`` and
-            ``"sparseloco"`` are references.
+            as ``quota="auto"`` and ``select_by="auto"`` do; ``"bf16"``, ``"powersgd"``, ``"demo"``,
+            ``"sparseloco"`` and ``"scape"`` are references.
         density: Share of the elements that is sent.
         memory: Error feedback.
         compressor: Chooses the elements.

@@ -19,6 +19,7 @@ from lab.convergence.scheme import STEPPING, Scheme
 from lab.processes import Ledger
 from lab.tasks import Task
 from lab.virtual.chunks import DEMO_DECAY, DeMo, SparseLoCo
+from lab.virtual.masks import Scape
 from lab.virtual.powersgd import PowerSGD
 from lab.virtual.training import VirtualTraining
 from lab.virtual.workers import Averager, Dense, Engines, Rounded
@@ -205,9 +206,11 @@ def averager_of(
         return PowerSGD(specs, order, scheme.workers, scheme.rank, POWERSGD_START, device=device)
     if scheme.method == "demo":
         return DeMo(specs, scheme.density, scheme.momentum or DEMO_DECAY)
+    betas = task.momentum if scheme.momentum is None else scheme.momentum, scheme.beta2 or task.beta2
     if scheme.method == "sparseloco":
-        betas = task.momentum if scheme.momentum is None else scheme.momentum, scheme.beta2 or task.beta2
         return SparseLoCo(specs, scheme.density, betas=betas)
+    if scheme.method == "scape":
+        return Scape(specs, scheme.density, scheme.workers, betas)
     return Engines(lambda: scheme.settings(task.steps), specs, order, scheme.workers, device, deferred, optimizers)
 
 

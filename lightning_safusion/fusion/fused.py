@@ -17,7 +17,7 @@ from lightning_safusion.comm.exchange import Verdict, all_finite
 from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.gradients import Scratch
-from lightning_safusion.fusion.shipment import Shipment, Stage
+from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves_buffers
 from lightning_safusion.kernels.cuda.tables import KINDS, ShardTables, Tables
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
@@ -68,7 +68,6 @@ class FusedShipment(Shipment):
         self.weighing: Weighing | None = None
 
     def fill(self, selector: Selector, early: Sequence[int] = (), known: Tensor | None = None) -> None:
-        self.stage = Stage.FILLED
         if self.backward.error is not None:
             return
         try:
@@ -89,7 +88,7 @@ class FusedShipment(Shipment):
             try:
                 self.selected = self.backward.mark()
                 self.kernels.pack(notices)
-                self.sparse, self.stage = self.buffer.segments is not None, Stage.PACKED
+                self.sparse = self.buffer.segments is not None
                 return
             except Exception as error:
                 self.flags, self.backward.error = None, error
@@ -108,7 +107,7 @@ class FusedShipment(Shipment):
             chosen = self._chosen_by(verdict)
             self._left = [] if chosen is None else np.flatnonzero(~chosen).tolist()
             self.decode_means(self.kernels.status)
-        self.decoded, self.stage = self.backward.mark(), Stage.DECODED
+        self.decoded = self.backward.mark()
 
     def judge(self) -> bool:
         found, bad = int(self.kernels.status), cast(Verdict, self.verdict).bad
@@ -345,7 +344,7 @@ class FusedPath:
             self.windows.status.fill_(NOT_FINITE)
         self.windows.commit([shipment.kernels for shipment in shipments])
         for shipment in shipments:
-            shipment.stage, shipment.weighing = Stage.COMMITTED, None
+            shipment.weighing = None
 
     def forget(self) -> None:
         """Forgets an open window."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum, auto
 from functools import partial
 from math import nan
 
@@ -26,18 +25,6 @@ from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
 
 
-class Stage(Enum):
-    """How far a shipment has come."""
-
-    CLOSED = auto()  #: all of its gradients have arrived
-    FILLED = auto()  #: elements are selected
-    PACKED = auto()  #: the message is written
-    LAUNCHED = auto()  #: the collective has begun
-    ARRIVED = auto()  #: the collective has ended
-    DECODED = auto()  #: the means are in the gradients
-    COMMITTED = auto()  #: what was sent has left the residual
-
-
 class Shipment:
     """One buffer in one backward. Its methods are called in the order in which they stand here.
 
@@ -54,7 +41,6 @@ class Shipment:
     def __init__(self, buffer: Buffer, backward: BackwardPass) -> None:
         self.buffer = buffer
         self.backward = backward
-        self.stage = Stage.CLOSED
         self.grads = backward.grads_of(buffer.group.start, buffer.group.stop)  #: flat, T of them
         self.flags: Tensor | None = None  #: uint8 [T] of TensorFlag; None if this rank failed to fill the buffer
         self.absent: list[int] = []  #: tensors of the buffer of which nothing is sent
@@ -91,7 +77,6 @@ class Shipment:
             early: Tensors that the offloader has added already, and selects from.
             known: uint8 [T], their flags.
         """
-        self.stage = Stage.FILLED
         if self.backward.error is not None:
             return
         try:
@@ -160,7 +145,7 @@ class Shipment:
                     self._packed = self._counts(_chosen(self.selection)) if on_host else self.selection
                 self.sparse = self.selection is not None or self.buffer.exchange.ability.selects_itself
                 self._held = self.units if self.buffer.exchange.ability.phases else None
-                self.selection, self.units, self.stage = None, None, Stage.PACKED
+                self.selection, self.units = None, None
                 return
             except Exception as error:
                 self.backward.error = error
@@ -173,7 +158,7 @@ class Shipment:
         flags = torch.zeros(len(self.absent), dtype=torch.uint8, device=buffer.device)
         nothing = torch.zeros(buffer.stop - buffer.start, dtype=torch.float32, device=buffer.device)
         buffer.exchange.encode(nothing, Part(None, flags, self.absent, notices | int(Notice.FAILED)))
-        self.sparse, self.stage = buffer.exchange.ability.selects_itself, Stage.PACKED
+        self.sparse = buffer.exchange.ability.selects_itself
 
     def launch(self) -> None:
         """Starts the collective.
@@ -191,7 +176,6 @@ class Shipment:
         self.issued = backward.mark()
         if backward.timed and not exchange.transport.stream_ordered:
             work.on_done(self._finish)
-        self.stage = Stage.LAUNCHED
 
     def _finish(self, now: float) -> None:
         """Callback of the transport at the end of the collective, on any thread."""
@@ -220,7 +204,7 @@ class Shipment:
         self.arrived = self.backward.mark()
         if self.buffer.exchange.transport.stream_ordered:
             self.finished = self.arrived  # no later than this: the backend only tells when it was queued
-        self.work, self.stage = None, Stage.ARRIVED
+        self.work = None
 
     def decode(self, scratch: Scratch) -> None:
         """Reads the flags of all ranks, and writes the means into the gradients.
@@ -237,7 +221,6 @@ class Shipment:
         except ValueError as error:
             raise self._failed(error) from error
         self.decoded = self.backward.mark()
-        self.stage = Stage.DECODED
 
     def judge(self) -> bool:
         """Whether all tensors are :attr:`sound`.
@@ -322,7 +305,6 @@ class Shipment:
                     piece = error[first - begin : last - begin]
                     memory.add(first, last, piece if good is None else torch.where(good, piece, 0.0))
         self.rounding = []  # as large as the buffer, and the record of the window keeps this shipment
-        self.stage = Stage.COMMITTED
 
     def _between(self, tensors: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Spans of the flat space that are left of the buffer without some of its tensors, in ascending order."""

@@ -20,7 +20,7 @@ from lightning_safusion.fusion.ending.base import Ending, Outcome
 from lightning_safusion.fusion.fused import IRREGULAR, NOT_FINITE, FusedPath, FusedShipment
 from lightning_safusion.fusion.gradients import Scratch, deliver
 from lightning_safusion.fusion.lanes import HostCopy, Lane
-from lightning_safusion.fusion.shipment import Shipment, Stage
+from lightning_safusion.fusion.shipment import Shipment
 
 
 class _Unread(NamedTuple):
@@ -91,7 +91,6 @@ class DeviceEnding(Ending):
                     else:
                         self._decode(shipment)
                 shipment.decoded = shipment.backward.mark()
-        shipment.stage = Stage.DECODED
 
     def _decode(self, shipment: Shipment) -> None:
         buffer, exchange = shipment.buffer, _stream_ordered(shipment)
