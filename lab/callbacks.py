@@ -40,7 +40,7 @@ from lightning_safusion.callbacks import (
 )
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.lookup import look_up
-from lightning_safusion.tools.bench.team import Place, make_trainer
+from lightning_safusion.tools.team import Place, make_trainer
 
 WATCHED: dict[str, Callable[..., Callback]] = {
     "overlap": OverlapProfiler,

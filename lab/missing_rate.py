@@ -27,8 +27,8 @@ from lab.markdown import markdown
 from lab.processes import run_workers
 from lightning_safusion.callbacks import TensorMissingRateMonitor
 from lightning_safusion.tools.bench.rows import parse_row
-from lightning_safusion.tools.bench.team import Place, make_trainer
 from lightning_safusion.tools.demo.digits import WIDTHS, DigitsNet, digits_loaders
+from lightning_safusion.tools.team import Place, make_trainer
 
 BEFORE_DEGREE = 8
 _BATCH = 32  # images of a worker

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lab.processes import run_workers
 from lightning_safusion.systems import SYSTEMS
 from lightning_safusion.tools.bench.rows import Row, parse_row
-from lightning_safusion.tools.bench.team import Place, make_trainer
+from lightning_safusion.tools.team import Place, make_trainer
 
 _BATCH = 8
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from lightning_safusion.literal import literal
-from lightning_safusion.tools.bench.team import Place, Team, started
+from lightning_safusion.tools.team import Place, Team, readable, started
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -68,6 +68,26 @@ def run_workers(place: Place, work: Callable[[int, Connection], None]) -> Iterat
     with started("study", place, folder / "workers.log", work) as team:
         yield from team.events()
     shutil.rmtree(folder)
+
+
+def ask(team: Team, message: object) -> list[Any]:
+    """Sends a message to all workers, and waits for the answer of each; errors as in :func:`collect`."""
+    for pipe in team.pipes:
+        pipe.send(message)
+    return collect(team)
+
+
+def collect(team: Team) -> list[Any]:
+    """The next message of each worker, in rank order.
+
+    Raises:
+        RuntimeError: As soon as one has failed; names the log.
+    """
+    answers: dict[Connection, Any] = {}
+    while left := [pipe for pipe in team.pipes if pipe not in answers]:
+        for pipe in readable(left):
+            answers[pipe] = team.receive(pipe)
+    return [answers[pipe] for pipe in team.pipes]
 
 
 def key_of(settings: Mapping[str, Any]) -> str:
@@ -172,7 +192,7 @@ def run_missing(
     def finish(job: AnyJob, team: Team) -> None:
         with team:
             try:
-                (result,) = team.collect()
+                (result,) = collect(team)
             except RuntimeError as error:
                 console.print(literal(error, "red"))
                 failed.append(job)

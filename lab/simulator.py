@@ -33,8 +33,8 @@ from lab.clock.costs import HostCluster, HostCosts, HostJob
 from lab.markdown import markdown
 from lightning_safusion.lookup import look_up
 from lightning_safusion.profiling.trace import Trace
-from lightning_safusion.tools.bench.floor import FLOOR
 from lightning_safusion.tools.bench.results import summarize
+from lightning_safusion.tools.bench.rows import FLOOR
 from lightning_safusion.tools.plan.traces import resolve_trace
 
 SYSTEMS = ("ddp", "wfbp", "saf-inter", "syncea", "safusion")

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lab.bench.links import machines
+from lab.bench.links import Machines, machines
 from lab.bench.workload import Paced
 from lab.markdown import markdown
 from lab.processes import run_workers
@@ -36,7 +36,7 @@ from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.profiling.trace import Trace, TraceTensor
-from lightning_safusion.tools.bench.team import Place, make_trainer
+from lightning_safusion.tools.team import Place, make_trainer
 
 SLOW, FAST = "100mbit", "1gbit"
 LAYERS, WIDTH = 24, 256
@@ -153,7 +153,7 @@ def train(place: Place, runs: Sequence[Run], pause: float, slow_at: int | None =
         if isinstance(event, list):
             done = event
         elif event == (runs[-1].name, slow_at):
-            for machine in place.machines:
+            for machine in place.machines if isinstance(place, Machines) else ():
                 machine.shape(SLOW)
     return done
 

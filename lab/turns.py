@@ -28,11 +28,11 @@ from lab.bench.run import begin, usable_rates
 from lab.bench.workload import Classifier, Paced, Workload, scaled
 from lab.markdown import markdown
 from lab.processes import run_workers
-from lightning_safusion.tools.bench.floor import FLOOR
 from lightning_safusion.tools.bench.job import JobOptions
-from lightning_safusion.tools.bench.own import ALWAYS, checked_rows, run_own
-from lightning_safusion.tools.bench.team import Place
+from lightning_safusion.tools.bench.rows import FLOOR
+from lightning_safusion.tools.bench.run import ALWAYS, checked_rows, run_own
 from lightning_safusion.tools.plan.traces import resolve_trace
+from lightning_safusion.tools.team import Place
 
 #: By how much the ratio of a row may differ.
 LIMIT = 0.05

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lab.markdown import markdown
 from lab.processes import run_workers
 from lightning_safusion import Aligned, SAFusionStrategy
-from lightning_safusion.tools.bench.team import Place, make_trainer
+from lightning_safusion.tools.team import Place, make_trainer
 
 _PACKAGE = "lightning_safusion" + os.sep
 Calls = Counter[tuple[str, str]]

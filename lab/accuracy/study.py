@@ -29,8 +29,8 @@ from lab.tasks import TASKS, Task
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.literal import literal
 from lightning_safusion.lookup import look_up
-from lightning_safusion.tools.bench.floor import FLOOR
 from lightning_safusion.tools.bench.results import summarize as summarize_steps
+from lightning_safusion.tools.bench.rows import FLOOR
 
 _SYSTEMS = ("ddp-bf16", "powersgd", "saf-naive", "saf-inter", "safusion")
 

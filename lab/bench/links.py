@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from lightning_safusion.tools.bench.team import Place
+from typing_extensions import override
+
+from lightning_safusion.tools.team import Place
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # A bucket passes its burst at full speed after every pause: as little as tc needs for the rate, or small messages would
@@ -24,6 +26,7 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _BURST_SECONDS, _MIN_BURST = 1e-3, 16_000
 _CLONE_NEWNET = 0x40000000
 _uses = itertools.count()
+_ports = itertools.count(29500)  # namespaces have all ports to themselves
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,26 @@ def linked_namespaces(count: int, rate: str = "1gbit") -> Iterator[list[Namespac
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
+@dataclass(frozen=True)
+class Machines(Place):
+    """Workers in a network namespace each.
+
+    Args:
+        workers: How many.
+        machines: One for each.
+    """
+
+    machines: tuple[Namespace, ...]
+
+    @override
+    def environment(self) -> list[dict[str, str]]:
+        return self._environment(self.machines[0].address, "eth0", next(_ports))
+
+    @override
+    def enter(self, rank: int) -> None:
+        self.machines[rank].enter()
+
+
 @contextmanager
 def machines(workers: int, rate: str | None) -> Iterator[Place]:
     """Workers with a link of that rate each; None: on the loopback. Errors as in :func:`linked_namespaces`."""
@@ -139,7 +162,7 @@ def machines(workers: int, rate: str | None) -> Iterator[Place]:
         yield Place(workers)
     else:
         with linked_namespaces(workers, rate) as made:
-            yield Place(workers, tuple(made))
+            yield Machines(workers, tuple(made))
 
 
 def sent_bytes(device: str = "eth0") -> int | None:

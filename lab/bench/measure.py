@@ -29,14 +29,14 @@ from typing_extensions import override
 from lab.bench.links import sent_bytes
 from lab.bench.recorders import EngineRecord, EngineRecorder, FloorRecord, FloorRecorder
 from lab.bench.workload import Classifier, Paced, Workload
+from lab.processes import ask, collect
 from lightning_safusion.notation import read
 from lightning_safusion.profiling.trace import Trace
 from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import resolve_system
-from lightning_safusion.tools.bench.floor import FLOOR, REFERENCE_STRATEGIES
-from lightning_safusion.tools.bench.results import Block
-from lightning_safusion.tools.bench.rows import parse_row
-from lightning_safusion.tools.bench.team import Place, Team, make_trainer, started
+from lightning_safusion.tools.bench.results import Turned
+from lightning_safusion.tools.bench.rows import FLOOR, REFERENCE_STRATEGIES, parse_row
+from lightning_safusion.tools.team import Place, Team, make_trainer, started
 
 #: Rows of every run: the floor, and what a user has without this package.
 REFERENCES = (FLOOR, "ddp")
@@ -138,7 +138,7 @@ class Run:
         behind: By rank, recorded steps with selection after fusion.
     """
 
-    blocks: dict[str, list[list[Block]]]
+    blocks: dict[str, list[list[Turned]]]
     floor: list[FloorRecord]
     ahead: list[EngineRecord]
     behind: list[EngineRecord]
@@ -172,14 +172,14 @@ def measure(
     for system in systems:
         task.strategy(system)  # raises here, if there is no such system
     names = [*systems, *(_RECORDED if record else ())]
-    blocks: dict[str, list[list[Block]]] = {name: [] for name in names}
+    blocks: dict[str, list[list[Turned]]] = {name: [] for name in names}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     # refreshed by hand: a thread of its own would be forked with the workers
     progress = Progress(*columns, console=console, auto_refresh=False, transient=True)
     bars = {name: progress.add_task(escape(name), total=rhythm.steps_of(name)) for name in names}
 
-    def train(team: Team, steps: int) -> list[Block]:
-        done = team.ask(steps)
+    def train(team: Team, steps: int) -> list[Turned]:
+        done: list[Turned] = ask(team, steps)
         progress.update(bars[team.name], advance=steps, refresh=True)
         return done
 
@@ -189,7 +189,7 @@ def measure(
         for name in names:
             work = partial(_work, task, name, place.workers, rhythm)
             team = stack.enter_context(started(name, place, logs / f"{name}.log", work))
-            team.collect()  # ready: the next one is set up when this one is, for it times its collectives then
+            collect(team)  # ready: the next one is set up when this one is, for it times its collectives then
             train(team, rhythm.warmup_of(name))
             teams.append(team)
         for turn in range(rhythm.rounds):
@@ -201,7 +201,7 @@ def measure(
             return Run(trained, [], [], [])
         floor, ahead, behind = teams[-len(_RECORDED) :]
         # the collectives are timed when no team trains
-        return Run(trained, floor.collect(), ahead.ask(True), behind.ask(False))
+        return Run(trained, collect(floor), ask(ahead, True), ask(behind, False))
 
 
 def _work(task: Task, system: str, workers: int, rhythm: Rhythm, rank: int, pipe: Connection) -> None:
@@ -220,7 +220,7 @@ class Turns(Callback):
     """Trains as many steps as a message says, then waits for the next one.
 
     Args:
-        pipe: Takes None when the worker is ready, and a :class:`Block` for each number of steps that it brings.
+        pipe: Takes None when the worker is ready, and a :class:`Turned` for each number of steps that it brings.
     """
 
     def __init__(self, pipe: Connection) -> None:
@@ -257,4 +257,4 @@ class Turns(Callback):
             figures, plan = trainer.strategy.figures(), trainer.strategy.plan
         groups = plan.to_list() if plan is not None else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
-        self._pipe.send(Block(tuple(self._steps), figures, per_step, peak, groups))
+        self._pipe.send(Turned(self._steps, peak_bytes=peak, figures=figures, plan=groups, wire_bytes=per_step))

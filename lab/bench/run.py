@@ -23,9 +23,8 @@ from lab.bench.workload import scaled
 from lightning_safusion.comm.cost import plain_rate
 from lightning_safusion.literal import literal
 from lightning_safusion.lookup import need
-from lightning_safusion.tools.bench.floor import REFERENCE_STRATEGIES
 from lightning_safusion.tools.bench.results import plot_tables, summarize
-from lightning_safusion.tools.bench.rows import parse_row
+from lightning_safusion.tools.bench.rows import REFERENCE_STRATEGIES, parse_row
 from lightning_safusion.tools.plan.traces import resolve_trace
 
 _WIDTH = 120  # of tables in files and pipes

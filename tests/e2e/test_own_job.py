@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from lab.bench.links import Namespace, linked_namespaces
-from lightning_safusion.tools.bench.own import ALWAYS, ROWS
+from lightning_safusion.tools.bench.run import ALWAYS, ROWS
 from tests.e2e.processes import environment, need, started
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lab.turns import Figures, report, turns
-from lightning_safusion.tools.bench.floor import FLOOR
+from lightning_safusion.tools.bench.rows import FLOOR
 from tests.process_group import run_alone
 
 TINY: dict[str, Any] = {"size": "tiny", "batch_size": 2, "bandwidth": None, "repeats": 1, "rounds": 1, "warmup": 3}

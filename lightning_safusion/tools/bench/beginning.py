@@ -1,8 +1,14 @@
-"""What every turn of a benchmark begins with: the state that the first one found, and hooks that do nothing twice."""
+"""What every turn of a benchmark begins with: the state that the first one found, hooks that do nothing twice, and no
+memory that nothing refers to."""
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,19 +17,27 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+_RESET_PEAK = "5"  # what Linux takes for "the peak begins anew at what is resident now"
+
 
 class Beginning:
-    """The state of a module and of optimizers that outlive a turn, as the first turn found it, on the CPU.
+    """The state of a module and of optimizers that outlive a turn, as the first turn found it, on the CPU. Hooks that
+    set the job up run once, those that end it when the benchmark does.
 
     Args:
         module: The user's.
+        data: The user's; None where the module loads it.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, data: LightningDataModule | None) -> None:
         self._module = module
         self._values: dict[str, Tensor] = {}
         self._trained: dict[str, bool] = {}
         self._optimizers: WeakKeyDictionary[Optimizer, dict[str, Any]] = WeakKeyDictionary()
+        self._owners: list[Any] = [each for each in (module, data) if each is not None]
+        self._ends = [each.teardown for each in self._owners]
+        self._begun = False
+        self._drop_hooks("teardown")
 
     def unfreeze(self) -> None:
         """Parameters are trained or not as they were at first. Called before DDP finds them."""
@@ -45,32 +59,17 @@ class Beginning:
             known = self._optimizers.setdefault(optimizer, copy.deepcopy(optimizer.state_dict()))
             optimizer.load_state_dict(copy.deepcopy(known))
 
-
-class Hooks:
-    """Hooks that set a job up run once, those that end it when the benchmark does.
-
-    Args:
-        module: The user's.
-        data: The user's; None where the module loads it.
-    """
-
-    def __init__(self, module: LightningModule, data: LightningDataModule | None) -> None:
-        self._owners: list[Any] = [each for each in (module, data) if each is not None]
-        self._ends = [each.teardown for each in self._owners]
-        self._begun = False
-        self._replace("teardown")
-
     def done(self) -> None:
         """A turn has ended well: later ones find model and data set up."""
         self._begun = True
-        self._replace("prepare_data", "setup", "configure_model")
+        self._drop_hooks("prepare_data", "setup", "configure_model")
 
     def end(self) -> None:
         """Ends the job, if a turn has begun it."""
         for teardown in self._ends if self._begun else ():
             teardown("fit")
 
-    def _replace(self, *names: str) -> None:
+    def _drop_hooks(self, *names: str) -> None:
         for each in self._owners:
             for name in names:
                 if hasattr(each, name):
@@ -79,3 +78,34 @@ class Hooks:
 
 def nothing(*args: Any, **kwargs: Any) -> None:
     """Takes the place of what a benchmark does not do."""
+
+
+def begin_peak(device: torch.device) -> None:
+    """The peak of the memory begins anew: of the device, or of this process where the device is the CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+
+
+def peak(device: torch.device) -> int | None:
+    """Most bytes since :func:`begin_peak`: allocated by torch on a CUDA device, else resident in memory; None where the
+    system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def give_back(device: torch.device) -> None:
+    """Gives memory that nothing refers to any more back to the device and the system."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if sys.platform.startswith("linux"):
+        with suppress(OSError, AttributeError):  # another C library than GNU's has no malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)

@@ -9,6 +9,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -35,8 +36,6 @@ def read_files(paths: Sequence[str]) -> tuple[dict[str, Any], bool]:
 
 
 def _read(path: str) -> dict[str, Any]:
-    import yaml  # of the extra cli
-
     return yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
 
 
@@ -52,8 +51,6 @@ def fit_alone(path: str, folder: str) -> str:
     kept = _without_others(content)
     if kept.keys() == content.keys():
         return path  # paths in it count from where it is
-    import yaml  # of the extra cli
-
     copied = Path(folder, f"{len(os.listdir(folder))}.yaml")
     copied.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
     return str(copied)
@@ -88,8 +85,6 @@ def with_strategy(content: Mapping[str, Any], strategy: Mapping[str, Any] | None
         trainer["strategy"] = {**strategy, "init_args": {**_kept(trainer.get("strategy")), **strategy["init_args"]}}
     elif not content:
         trainer["strategy"] = "ddp"
-    import yaml  # of the extra cli
-
     return yaml.safe_dump(copy, sort_keys=False)
 
 

@@ -64,15 +64,11 @@ class Recorded:
         return Cluster.calibrated(self.costs, nodes, per_node, jitter=0.0, device=DEVICES[self.costs.device or "a100"])
 
 
-class CostRecorder(Callback):
-    """What selection and decoding take of the processors, as the planner agrees on it.
-
-    Attributes:
-        entry_bytes: Bytes of an entry in the messages; None before there were some.
-    """
+class _CostRecorder(Callback):
+    """What selection and decoding take of the processors, as the planner agrees on it."""
 
     def __init__(self) -> None:
-        self.entry_bytes: float | None = None
+        self._entry_bytes: float | None = None  # in the messages; None before there were some
         self._recorder: ProfileRecorder | None = None
         self._windows = 0
 
@@ -86,7 +82,7 @@ class CostRecorder(Callback):
         sparse = [each for each in events.buffers if each.collective == "allgather"]
         entries = sum(each.capacity for each in sparse)
         if entries:
-            self.entry_bytes = sum(each.bytes_sent for each in sparse) / entries
+            self._entry_bytes = sum(each.bytes_sent for each in sparse) / entries
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -95,17 +91,12 @@ class CostRecorder(Callback):
 
     def agree(self, transport: Transport, lines: Mapping[str, LinearCost]) -> tuple[SelectionCost, float] | None:
         """Seconds of a buffer by its elements, and of an entry that is decoded; None without a sparse window.
-        Collective.
-
-        Args:
-            transport: Of all workers.
-            lines: Costs of its collectives.
-        """
-        if self._recorder is None or self.entry_bytes is None:
+        Collective; ``lines``: costs of its collectives."""
+        if self._recorder is None or self._entry_bytes is None:
             return None
         agreed = self._recorder.agree(transport, lines, "cpu")
         select, decode = agreed.select, agreed.decode
-        per_entry = decode.per_byte * self.entry_bytes / transport.world_size
+        per_entry = decode.per_byte * self._entry_bytes / transport.world_size
         return SelectionCost(select.fixed + decode.fixed, select.per_byte), per_entry
 
 
@@ -130,7 +121,7 @@ def record(
     Returns:
         What was recorded on the first process; None on others.
     """
-    recorder, costs = TraceRecorder(None, _TRACED, _SKIPPED), CostRecorder()
+    recorder, costs = TraceRecorder(None, _TRACED, _SKIPPED), _CostRecorder()
     steps = _SKIPPED + _TRACED + 2
     bench.turn(f"{_ROW} recorded", make(_ROW), 0, steps, tick, recorder, costs, accumulated=False)
     transport = default_transport()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import tempfile
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from inspect import signature
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, callbacks
@@ -22,8 +22,8 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from lightning_safusion.lookup import suggestion
 from lightning_safusion.tools.bench.files import fit_alone, read_files
 
-#: Arguments of the Trainer that say what it shows, validates and writes: a benchmark has its own.
-OWN_ARGUMENTS = (
+# Arguments of the Trainer that say what it shows, validates and writes: a benchmark has its own.
+_OWN_ARGUMENTS = (
     *("logger", "callbacks", "strategy", "profiler", "default_root_dir", "barebones", "fast_dev_run"),
     *("min_epochs", "min_steps", "max_time", "overfit_batches"),
     *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
@@ -36,61 +36,30 @@ _KEPT = ("GradientAccumulationScheduler", "BaseFinetuning", "WeightAveraging")
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What the command was given: plain values, the same in every process.
+    """What :func:`~lightning_safusion.tools.bench.run.run_bench` was given: the same in every process."""
 
-    Args:
-        config: LightningCLI files, later ones win; none: the classes have all arguments by default.
-        model: ``package.module:Class``; None: the file names it.
-        data: The same of the data.
-        cli: The same of a LightningCLI of the user's own, which may link arguments, add some, or name the classes.
-        systems: Rows to compare, besides those that are always compared.
-        workers: Processes on each machine, where no launcher has started them; None: as the trainer says.
-        keep_callbacks: Names of classes of callbacks that train with the benchmark.
-        rounds: Turns of each row.
-        block: Steps of a turn that count.
-        warmup: Steps before the first turn of a row that learns.
-        minutes: No round begins later.
-        calibrate: Also record the trace of the job and the costs of its collectives.
-        seed: Of weights and batches, where the file has none.
-        output: Folder for the results.
-    """
-
-    config: tuple[str, ...] = ()
+    config: Sequence[str] = ()
     model: str | None = None
     data: str | None = None
     cli: str | None = None
-    systems: tuple[str, ...] = ()
+    systems: Sequence[str] = ()
+    density: Sequence[float] = ()
     workers: int | None = None
-    keep_callbacks: tuple[str, ...] = ()
+    keep_callbacks: Sequence[str] = ()
     rounds: int = 4
     block: int = 6
     warmup: int = 45
     minutes: float = 10.0
     calibrate: bool = True
     seed: int = 0
-    output: str = "safusion_bench"
-
-    def to_json(self) -> str:
-        """For another process."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> JobOptions:
-        """Reads what :meth:`to_json` returned."""
-        given = json.loads(text)
-        tuples = {name: tuple(given[name]) for name in ("config", "systems", "keep_callbacks")}
-        return cls(**given | tuples)
+    output: str | Path = "safusion_bench"
 
 
 class _Base(LightningCLI):
-    """What a LightningCLI of the user's own calls in place of LightningCLI; some arguments are those of the command.
-
-    Class attributes:
-        commanded: These arguments.
-        others: Subcommands that there are not, whose parsers the user's class may have options for.
-    """
+    """What a LightningCLI of the user's own calls in place of LightningCLI; some arguments are those of the command."""
 
     commanded: ClassVar[Mapping[str, Any]] = {}
+    #: Subcommands that there are not, whose parsers the user's class may have options for.
     others: ClassVar[Collection[str]] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +84,7 @@ class _CLI(LightningCLI):
         return {"fit": LightningCLI.subcommands()["fit"]}
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing is run."""
+        pass
 
     @property
     def settings(self) -> Any:
@@ -150,7 +119,7 @@ class Job:
     """A job that is parsed, and built later: then every process has been started.
 
     Args:
-        trainer: Arguments of the Trainer, without :data:`OWN_ARGUMENTS`.
+        trainer: Arguments of the Trainer, without those that a benchmark has of its own.
         strategy: The user's, which has never been used.
         group: Arguments of DDPStrategy that the process group is made with: the user's.
         left_out: What the benchmark leaves out, in words.
@@ -170,8 +139,8 @@ class Job:
         self._cli.ready = True
         self._cli.instantiate_classes()
         made = vars(self._cli.config_init["fit"]["trainer"])
-        self.trainer = {name: value for name, value in made.items() if name not in OWN_ARGUMENTS}
-        self.strategy = user_strategy(made.get("strategy"))
+        self.trainer = {name: value for name, value in made.items() if name not in _OWN_ARGUMENTS}
+        self.strategy = _user_strategy(made.get("strategy"))
         self.callbacks = list(made.get("callbacks") or [])
         return self._cli.model, self._cli.datamodule
 
@@ -216,7 +185,7 @@ def parse_job(options: JobOptions) -> Job:
         others = {*(own or LightningCLI).subcommands()} - {"fit"}
         cli = _made(type("_OwnCLI", bases, {"commanded": commanded, "others": others}), options)
     trainer = vars(cli.settings["trainer"])
-    parsed = {name: value for name, value in trainer.items() if name not in (*OWN_ARGUMENTS, "plugins")}
+    parsed = {name: value for name, value in trainer.items() if name not in (*_OWN_ARGUMENTS, "plugins")}
     return Job(parsed, DDPStrategy(), _group_options(trainer.get("strategy")), cli.left_out, content, cli)
 
 
@@ -235,12 +204,8 @@ def _group_options(strategy: Any) -> dict[str, Any]:
     return {name: given[name] for name in ("process_group_backend", "timeout") if given.get(name) is not None}
 
 
-def user_strategy(given: str | Strategy | None) -> DDPStrategy:
-    """The strategy that a trainer was given.
-
-    Raises:
-        ValueError: If it is none of DDP's.
-    """
+def _user_strategy(given: str | Strategy | None) -> DDPStrategy:
+    """The strategy that a trainer was given; refuses one that is none of DDP's."""
     made: Any = given
     if given is None or given == "auto":
         made = DDPStrategy()

@@ -1,16 +1,22 @@
-"""Starts the other processes of a job where no launcher has: those of one machine, as Lightning's own launcher does."""
+"""The processes of a benchmark: started where no launcher has (those of one machine, as Lightning's own launcher does),
+quiet, and stopped between two steps."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -18,10 +24,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_safusion.tools.bench.job import JobOptions
-from lightning_safusion.tools.bench.team import die_with_parent
 
-#: Set in the processes that this module has started.
-STARTED = "SAFUSION_BENCH_STARTED"
 _GRACE = 20.0  # seconds for the others to end
 _PATIENCE = 5.0  # seconds in which this process may say itself what has failed on all
 
@@ -49,15 +52,7 @@ def counted(arguments: Mapping[str, Any], workers: int | None) -> dict[str, Any]
 
 
 def _check(trainer: Trainer, starts: bool) -> None:
-    """Refuses a job that cannot be measured.
-
-    Args:
-        trainer: Of the job.
-        starts: The processes beside this one are to be started here.
-
-    Raises:
-        ValueError: If there is one worker only, or processes are missing that this one cannot start.
-    """
+    """Refuses a job that cannot be measured; ``starts``: the processes beside this one are to be started here."""
     if trainer.world_size < 2:
         raise ValueError(
             "there is one worker, and nothing to exchange: set devices or num_nodes in the trainer's section, give "
@@ -87,7 +82,7 @@ def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[Non
         options: Of the command.
 
     Raises:
-        ValueError: See :func:`_check`.
+        ValueError: If there is one worker only, or processes are missing that this one cannot start.
     """
     strategy = DDPStrategy()
     trainer = Trainer(**arguments, strategy=strategy, logger=False, enable_checkpointing=False)
@@ -128,8 +123,8 @@ def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[Non
 
 
 def _start(rank: int, options: JobOptions, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "lightning_safusion.tools.bench.own"]
-    environment = {**os.environ, "LOCAL_RANK": str(rank), STARTED: "1"}
+    command = [sys.executable, "-m", "lightning_safusion.tools.bench.run"]
+    environment = {**os.environ, "LOCAL_RANK": str(rank)}
     with log.open("w") as output:
         process = subprocess.Popen(  # noqa: S603 (no shell; this program)
             command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
@@ -137,14 +132,8 @@ def _start(rank: int, options: JobOptions, log: Path) -> subprocess.Popen[bytes]
     # not as an argument: options may have what other users of the machine are not to see
     if process.stdin is not None:
         with process.stdin:
-            process.stdin.write(options.to_json().encode())
+            process.stdin.write(json.dumps(asdict(options), default=str).encode())
     return process
-
-
-def as_started() -> None:
-    """What a process that :func:`processes` has started does first: it ends with its parent, which hears Ctrl-C."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _watch(started: Sequence[subprocess.Popen[bytes]], ending: threading.Event, logs: Path) -> None:
@@ -156,3 +145,33 @@ def _watch(started: Sequence[subprocess.Popen[bytes]], ending: threading.Event, 
                     other.kill()
                 print(f"safusion: process {rank} has ended with {process.returncode}: see {logs}", file=sys.stderr)
                 os._exit(1)
+
+
+@contextmanager
+def interrupts(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Ctrl-C is heard between two steps, on all processes alike."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def quiet(log: Path) -> Iterator[None]:
+    """What Lightning says goes to a file: it would say it in every turn."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    kept = [(logger.handlers[:], logger.propagate) for logger in loggers]
+    file = logging.FileHandler(log, mode="w")
+    for logger in loggers:
+        logger.handlers, logger.propagate = [file], False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        file.close()
+        for logger, (handlers, propagate) in zip(loggers, kept, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate

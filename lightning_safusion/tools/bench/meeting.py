@@ -36,7 +36,7 @@ class Meeting:
         # made here: stores of launchers are theirs to close
         address: list[Any] = [None]
         if self.rank == 0:
-            self._server = _store(_own_address(), timeout)
+            self._server = _store(os.environ.get("MASTER_ADDR") or socket.gethostname(), timeout)
             address = [[self._server.host, self._server.port]]
         dist.broadcast_object_list(address, 0, device=device)
         # Calls of one client wait for each other: a thread that listens, and groups that are made, have their own.
@@ -70,7 +70,7 @@ class Meeting:
         """Does something collective that may fail on this process alone: the others then fail too, and do not wait.
 
         Returns:
-            Its result, None if it failed; and why the first process that failed did, in a line.
+            Its result, None if it failed; and why the first process that failed did, in a line of 300 letters at most.
         """
         failed, ended = f"failure {self._number}", threading.Event()
         listener = threading.Thread(target=self._listen, args=(failed, ended), daemon=True)
@@ -79,7 +79,7 @@ class Meeting:
         try:
             result, reason = action(), None
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".strip()
+            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
             _log.exception("A turn has failed.")
             error.__traceback__ = None  # its frames hold the model, and works of the group
         ended.set()
@@ -155,12 +155,6 @@ def _store(address: str, timeout: timedelta) -> dist.TCPStore:
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     return dist.TCPStore("127.0.0.1", port, master_listen_fd=listening.detach(), **options)
-
-
-def _own_address() -> str:
-    """An address of this machine that the others reach, as the process group has found it."""
-
-    return os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
 def _abandon_groups() -> None:

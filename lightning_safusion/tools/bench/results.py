@@ -14,7 +14,7 @@ import torch
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.systems import DEFAULT, SYSTEMS, EngineSystem
-from lightning_safusion.tools.bench.floor import FLOOR, IN_STEP
+from lightning_safusion.tools.bench.rows import FLOOR, IN_STEP
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,23 +22,35 @@ if TYPE_CHECKING:
 _COLORS = {FLOOR: "#4878b0", IN_STEP: "#86a8cf", "ddp": "#8a8a8a"}
 
 
-@dataclass(frozen=True)
-class Block:
-    """Steps that one worker has trained in one turn.
+@dataclass
+class Turned:
+    """What one worker has measured in a turn: plain values.
 
     Args:
-        steps: Seconds of each step: forward, backward, exchange and optimizer, without loading.
-        figures: Of the last one, from the strategy's report; empty where DDP exchanges.
-        wire_bytes: That its device has sent per step, headers included; None on the loopback.
-        peak_bytes: Largest resident set of its process so far, that of torch itself included.
+        steps: Seconds of each step that counts, and of the one before them: without loading, until the device is done.
+        loading: Seconds of loading before each of them.
+        peak_bytes: Most memory: allocated by torch on a CUDA device, else resident; None where the system does not say.
+        figures: Of the last step, from the strategy's report; empty where it has none.
         plan: Buffers of the plan in use, as ``Plan.to_list`` has them; None where DDP exchanges.
+        density: Share that the strategy sends in the long run; None where there is none.
+        optimizers: Names of their classes.
+        cautions: What the strategy knows to cost accuracy.
+        wire_bytes: That its device has sent per step, headers included; None where that is not counted.
     """
 
-    steps: tuple[float, ...]
+    steps: list[float] = field(default_factory=list)
+    loading: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
     figures: dict[str, Any] = field(default_factory=dict)
-    wire_bytes: float | None = None
-    peak_bytes: int = 0
     plan: list[list[Any]] | None = None
+    density: float | None = None
+    optimizers: list[str] = field(default_factory=list)
+    cautions: list[str] = field(default_factory=list)
+    wire_bytes: float | None = None
+
+
+#: Of each row the turns of each round, by rank.
+Rounds = Mapping[str, Sequence[Sequence[Turned]]]
 
 
 @dataclass(frozen=True)
@@ -89,27 +101,26 @@ class SystemFigures:
         return bool(self.plain_ddp) and self.bytes_sent is None
 
 
-def summarize(blocks: Mapping[str, Sequence[Sequence[Block]]]) -> list[SystemFigures]:
-    """Figures of all systems of one run, from the blocks of each round by rank; the floor and DDP are among them.
+def steps_of(ranks: Sequence[Turned]) -> list[float]:
+    """Steps of a turn, each the mean over its workers; without the first one, which meets the caches and the network as
+    another system left them."""
+    return [fmean(step) for step in zip(*(each.steps for each in ranks), strict=True)][1:]
 
-    A step of a block takes the mean over its workers; the first one of a block is left out, for it meets the caches and
-    the network as another system left them.
-    """
-    steps = {
-        system: [fmean(step) for ranks in rounds for step in list(zip(*(b.steps for b in ranks), strict=True))[1:]]
-        for system, rounds in blocks.items()
-    }
+
+def summarize(turns: Rounds) -> list[SystemFigures]:
+    """Figures of all systems of one run; the floor and DDP are among them."""
+    steps = {system: [step for ranks in rounds for step in steps_of(ranks)] for system, rounds in turns.items()}
     ddp = median(steps["ddp"])
     floor = median(steps[FLOOR]) if FLOOR in steps else ddp
-    return [_row(system, steps[system], rounds, floor, ddp) for system, rounds in blocks.items()]
+    return [_row(system, steps[system], rounds, floor, ddp) for system, rounds in turns.items()]
 
 
 def _row(
-    system: str, steps: Sequence[float], rounds: Sequence[Sequence[Block]], floor: float, ddp: float
+    system: str, steps: Sequence[float], rounds: Sequence[Sequence[Turned]], floor: float, ddp: float
 ) -> SystemFigures:
-    flat = [block for ranks in rounds for block in ranks]
+    flat = [turned for ranks in rounds for turned in ranks]
     step, (low, high) = median(steps), np.quantile(steps, (0.25, 0.75)).tolist()
-    reports = [block.figures for block in flat if block.figures.get("plan")]
+    reports = [turned.figures for turned in flat if turned.figures.get("plan")]
     engine = {
         key: median(report[key] for report in reports) if reports else None
         for key in ("exposed_s", "select_s", "decode_s", "bytes_sent", "achieved_density")
@@ -117,7 +128,7 @@ def _row(
     own = (engine["select_s"] or 0.0) + (engine["decode_s"] or 0.0)
     left = flat[-1].figures
     has_engine = isinstance(SYSTEMS.get(left.get("system", DEFAULT)), EngineSystem)
-    wire = [block.wire_bytes for block in flat if block.wire_bytes is not None]
+    wire = [turned.wire_bytes for turned in flat if turned.wire_bytes is not None]
     return SystemFigures(
         system=system,
         step_s=step,
@@ -133,7 +144,7 @@ def _row(
         wire_bytes=median(wire) if wire else None,
         density=engine["achieved_density"],
         buffers=median(len(report["plan"]) for report in reports) if reports else None,
-        peak_bytes=max(block.peak_bytes for block in flat),
+        peak_bytes=max(turned.peak_bytes or 0 for turned in flat),
         plain_ddp=left.get("plain_ddp") if has_engine else None,
     )
 

@@ -1,13 +1,19 @@
-"""Rows of a benchmark, systems with options of the strategy (see :mod:`~lightning_safusion.notation`)."""
+"""Rows of a benchmark: systems with options (see :mod:`~lightning_safusion.notation`), and those to compare with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+import torch
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
+from lightning_safusion.baselines.hooks import HookExchange
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.notation import hints_of, make_part
 from lightning_safusion.sparsify import resolve_memory, resolve_sparsifier
@@ -15,6 +21,12 @@ from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import EngineSystem, HookSystem, resolve_system
 from lightning_safusion.systems.settings import read_row
 
+#: The row without any exchange: what a step takes if the network costs nothing.
+FLOOR = "no-exchange"
+#: The floor with workers that wait for each other: what a step takes at least if gradients are exchanged at all.
+IN_STEP = "barrier"
+#: The strategy of the user's own file, where that is no plain DDP.
+YOURS = "yours"
 # processes of a benchmark find each other through torch
 _NO_OPTIONS = ("system", "transport")
 _PARTS: dict[str, Callable[[str], object]] = {
@@ -76,3 +88,25 @@ def parse_row(name: str) -> Row:
     row = Row(name, published.name, options)
     row.strategy(_DENSITY)
     return row
+
+
+class NoExchange(DDPStrategy):
+    """DDP whose workers keep their own gradients."""
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        if isinstance(self.model, DistributedDataParallel):
+            HookExchange("local", None).register(self.model)
+
+
+class InStep(NoExchange):
+    """Workers that keep their own gradients, and exchange a single number at the end of every backward pass."""
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.root_device))
+
+
+#: Strategies of the rows that are no systems.
+REFERENCE_STRATEGIES = MappingProxyType({FLOOR: NoExchange, IN_STEP: InStep})

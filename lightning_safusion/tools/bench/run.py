@@ -1,13 +1,54 @@
-"""``safusion bench``: measures systems side by side in a job of the user's, and says which to take."""
+"""``safusion bench``: the processes of a launch train all rows of a user's job in turns, and say which to take."""
 
 from __future__ import annotations
 
+import copy
+import json
+import os
+import signal
+import socket
+import sys
+import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from statistics import median_high
+from types import FrameType
+from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
+
+from lightning_safusion.comm.transport.torch_backend import end_groups_at_exit
+from lightning_safusion.integration.parameters import trainable
+from lightning_safusion.literal import literal
+from lightning_safusion.lookup import need
 from lightning_safusion.systems import DEFAULT
-from lightning_safusion.tools.bench.job import JobOptions
-from lightning_safusion.tools.bench.own import ROWS, run_own
+from lightning_safusion.tools.bench.forecast import Recorded, record
+from lightning_safusion.tools.bench.job import Job, JobOptions, parse_job
+from lightning_safusion.tools.bench.launch import counted, interrupts, processes, quiet
+from lightning_safusion.tools.bench.meeting import Meeting
+from lightning_safusion.tools.bench.outcome import JobConditions, write
+from lightning_safusion.tools.bench.results import Turned
+from lightning_safusion.tools.bench.rows import FLOOR, IN_STEP, REFERENCE_STRATEGIES, YOURS, parse_row
+from lightning_safusion.tools.bench.turns import Bench, TurnProgress
+from lightning_safusion.tools.team import die_with_parent
+
+#: Rows of every run: what a step takes without any exchange, with waiting only, and what a user has.
+ALWAYS = (FLOOR, IN_STEP, "ddp")
+#: Rows that are compared where none are named.
+ROWS = ("ddp-bf16", "powersgd", DEFAULT, f"{DEFAULT}[density=0.02]", f"{DEFAULT}[density=0.1]")
+# Steps before those that count, in every turn: DDP makes its buckets anew after the first, sparse systems predict their
+# thresholds after some, PowerSGD sends ten dense.
+_SETTLING, _POWERSGD = 4, 12
+# The same in the first turn of a row without an engine: memory, caches and processes that load data settle as well.
+_FIRST = 12
+_ONCE = 2.0  # seconds: torchrun passes on what the terminal has sent to this process as well
+_TIMEOUT = timedelta(minutes=30)  # Lightning's own
 
 
 def run_bench(
@@ -61,24 +102,238 @@ def run_bench(
         ModuleNotFoundError: If an extra is missing; names it.
         RuntimeError: If DDP itself cannot train the job, or a process fails; names its log.
     """
-    for share in density:
+    run_own(JobOptions(**locals()))
+
+
+def run_own(options: JobOptions) -> None:
+    """Measures a user's own job, on the processes of this launch.
+
+    Raises:
+        ValueError: If something that was given makes no sense.
+        ModuleNotFoundError: If an extra is missing; names it.
+        RuntimeError: If DDP itself cannot train the job; says why.
+    """
+    need("matplotlib", "plot")
+    rows = checked_rows(options)
+    logs = Path(options.output, "logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    with quiet(logs / f"lightning-{socket.gethostname()}-{local}.log"):
+        job = parse_job(options)
+        with processes(counted(job.trainer, options.workers), options):
+            _Run(options, job, rows).run()
+
+
+def checked_rows(options: JobOptions) -> list[str]:
+    """All rows, those that are always compared first.
+
+    Raises:
+        ValueError: If there is no such row, or a number makes no sense.
+    """
+    if options.rounds < 1 or options.block < 2 or options.warmup < 1 or options.minutes <= 0:
+        raise ValueError(
+            "a benchmark needs 1 round, blocks of 2 steps, 1 step of warm-up and some minutes, got rounds="
+            f"{options.rounds}, block={options.block}, warmup={options.warmup}, minutes={options.minutes:g}"
+        )
+    for share in options.density:
         if not 0 < share <= 1:
             raise ValueError(f"density is a share in (0, 1], got {share:g}")
-    rows = tuple(systems) or tuple(row for row in ROWS if not density or "[density" not in row)
-    options = JobOptions(
-        config=tuple(config),
-        model=model,
-        data=data,
-        cli=cli,
-        systems=(*rows, *(f"{DEFAULT}[density={share:g}]" for share in density)),
-        workers=workers,
-        keep_callbacks=tuple(keep_callbacks),
-        rounds=rounds,
-        block=block,
-        warmup=warmup,
-        minutes=minutes,
-        calibrate=calibrate,
-        seed=seed,
-        output=str(output),
-    )
-    run_own(options)
+    systems = options.systems or [row for row in ROWS if not options.density or "[density" not in row]
+    of_density = [f"{DEFAULT}[density={share:g}]" for share in options.density]
+    rows = list(dict.fromkeys([*ALWAYS, *systems, *of_density]))
+    for row in rows:
+        if row not in ALWAYS:
+            parse_row(row)
+    return rows
+
+
+@dataclass
+class _Turns:
+    """What the first process knows of a row: its turns so far, or why it is left out."""
+
+    rounds: list[list[Turned]] = field(default_factory=list)
+    failure: str | None = None
+
+
+class _Run:
+    def __init__(self, options: JobOptions, job: Job, rows: list[str]) -> None:
+        self.options, self.job, self.rows = options, job, rows
+        self.interrupted, self.heard = False, 0.0
+        self.learning = set(rows)  # that have had no turn yet
+        self.results = {row: _Turns() for row in rows}
+        self.began = time.monotonic()
+
+    def run(self) -> None:
+        """Everything, on all processes alike."""
+        options = self.options
+        arguments = counted(self.job.trainer, options.workers)
+        # a row that fails on one process is left out on all: NCCL's watchdog would end theirs
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        strategy = DDPStrategy(**self.job.group)
+        trainer = Trainer(**arguments, strategy=strategy, logger=False, enable_checkpointing=False)
+        strategy.setup_environment()  # the process group, which stays
+        end_groups_at_exit()
+        self.meeting = Meeting(strategy.root_device, strategy._timeout or _TIMEOUT)
+        self.nodes, self.per_node = trainer.num_nodes, strategy.num_processes
+        main = self.meeting.rank == 0
+        self.console = Console(width=None if sys.stdout.isatty() else 120, quiet=not main)
+        with interrupts(self._interrupt):
+            self.bench = Bench(self.job, self.meeting, options.keep_callbacks, options.seed, lambda: self.interrupted)
+            self.job.trainer |= {name: arguments[name] for name in ("devices", "num_nodes") if name in arguments}
+            if self.job.strategy._ddp_comm_hook is not None or type(self.job.strategy) is not DDPStrategy:
+                self.rows.insert(len(ALWAYS), YOURS)
+                self.results[YOURS] = _Turns()
+                self.learning.add(YOURS)
+            if self.job.left_out:
+                self.console.print(literal(f"Left out of the benchmark: {', '.join(self.job.left_out)}."))
+            try:
+                recorded = self._measure()
+            finally:
+                self.bench.close()
+        if main:
+            # what has failed after some rounds is not to be recommended
+            able = {row: each for row, each in self.results.items() if each.failure is None or row == "ddp"}
+            turns = {row: each.rounds for row, each in able.items() if each.rounds}
+            failures = {row: each.failure for row, each in self.results.items() if each.failure is not None}
+            count = sum(param.numel() for _, param in trainable(self.bench.module))
+            job = type(self.bench.module).__name__
+            conditions = JobConditions(job, self.meeting.workers, self.nodes, self.meeting.device.type, count)
+            write(conditions, turns, failures, recorded, self.job, Path(options.output), self.console)
+        self.meeting.close()
+
+    def _measure(self) -> Recorded | str:
+        """Rounds, and the recording after the first; what was recorded, on the first process, or why nothing was."""
+        rounds = self.options.rounds
+        recorded: Recorded | str = "stopped"
+        with TurnProgress(self.console, len(self.rows) * rounds + 1) as progress:
+            for number in range(rounds):
+                first = number % len(self.rows)
+                for row in self.rows[first:] + self.rows[:first]:
+                    progress.begin(f"round {number + 1} of {rounds}: {row}")
+                    if not self._take_turn(row, progress):
+                        return recorded
+                if number == 0:
+                    self._leave_out_equals()
+                    recorded, stopped = self._record(progress)
+                    if stopped:
+                        break
+                if not self._goes_on():
+                    break
+        return recorded
+
+    def _take_turn(self, row: str, progress: TurnProgress) -> bool:
+        """One turn of a row, unless it has failed before; returns whether to go on."""
+        if self.results[row].failure is not None:
+            return True
+        warmup = self._warmup(row)
+        timed, reason = self.meeting.attempt(
+            lambda: self.bench.turn(row, self._strategy(row), warmup, self.options.block, progress.step)
+        )
+        mine: dict[str, Any] = {"reason": reason}
+        if timed is not None:
+            mine |= {"turned": asdict(timed.turned), "stopped": timed.stopped}
+        told = self.meeting.hold(mine, partial(self._keep, row))
+        self.learning.discard(row)
+        if told["reason"] is not None:
+            self.results[row].failure = told["reason"]
+            self.meeting.regroup()
+            if told["hopeless"]:
+                raise RuntimeError(f"DDP itself cannot train this job: {told['reason']}")
+        progress.end(told["seconds"])
+        return not told["stopped"]
+
+    def _keep(self, row: str, everyone: list[dict[str, Any]]) -> dict[str, Any]:
+        """On the first process: keeps what all have measured."""
+        told: dict[str, Any] = {"reason": _cause(everyone), "seconds": None, "stopped": False, "hopeless": False}
+        if told["reason"] is None:
+            turned = [Turned(**each["turned"]) for each in everyone]
+            told["stopped"] = everyone[0]["stopped"]
+            if min(len(each.steps) for each in turned) >= 2:
+                self.results[row].rounds.append(turned)
+                return told | {"seconds": median_high(turned[0].steps[1:])}
+            if not told["stopped"]:
+                told["reason"] = "its data ended before the turn did"
+        if told["reason"] is not None and row == "ddp":  # nothing can be compared with it any more
+            told |= {"stopped": True, "hopeless": not self.results[row].rounds}
+        return told
+
+    def _warmup(self, row: str) -> int:
+        first = row in self.learning
+        if row.startswith("powersgd"):
+            return _POWERSGD
+        if row in REFERENCE_STRATEGIES or row.startswith("ddp"):
+            return _FIRST if first else _SETTLING
+        return self.options.warmup if first else _SETTLING
+
+    def _strategy(self, row: str) -> DDPStrategy:
+        """A new strategy of a row, with the user's options of DDP."""
+        options = self.job.ddp_options
+        if row == YOURS:
+            return copy.deepcopy(self.job.strategy)
+        if row == "ddp":
+            return DDPStrategy(**options)
+        if row in REFERENCE_STRATEGIES:
+            return REFERENCE_STRATEGIES[row](**options)
+        try:
+            return parse_row(row).strategy(None, **{"process_group_backend": None} | options)
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
+
+    def _leave_out_equals(self) -> None:
+        """Leaves out rows of the default whose density is the one that it takes by itself. Collective."""
+
+        def equal(_: list[Any]) -> list[str]:
+            own = self.results[DEFAULT].rounds if DEFAULT in self.results else []
+            if not own or own[0][0].density is None:
+                return []
+            return [row for row in self.rows if row == f"{DEFAULT}[density={own[0][0].density:g}]"]
+
+        for row in self.meeting.hold({}, equal):
+            if self.results[row].failure is None:
+                self.results[row].failure = f"the same as {DEFAULT}, whose density it is"
+                self.results[row].rounds.clear()
+
+    def _goes_on(self) -> bool:
+        """Whether there is time for another round. Collective."""
+        spent = time.monotonic() - self.began
+        return bool(self.meeting.hold({}, lambda _: spent < 60 * self.options.minutes))
+
+    def _record(self, progress: TurnProgress) -> tuple[Recorded | str, bool]:
+        """Records the job: what was recorded, on the first process, or why nothing was; whether to stop. Collective."""
+        if not self.options.calibrate:
+            return "calibrate is false", False
+        progress.begin("trace and costs of the job")
+        accumulated = self.job.trainer.get("accumulate_grad_batches") or 1
+        place = (self.nodes, self.per_node)
+        recorded, reason = self.meeting.attempt(
+            lambda: record(self.bench, self.meeting, self._strategy, place, accumulated, progress.step)
+        )
+        failed, stopped = self.meeting.hold(
+            {"reason": reason, "stopped": self.interrupted},
+            lambda everyone: [_cause(everyone), any(each["stopped"] for each in everyone)],
+        )
+        progress.end(None)
+        if failed is not None:
+            self.meeting.regroup()
+        if stopped:
+            return "stopped", True
+        if failed is not None:
+            return f"the job could not be recorded: {failed}", False
+        return recorded or "the trace has no steps", False
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if not self.interrupted:
+            self.interrupted, self.heard = True, time.monotonic()
+            self.console.print("Stopping after this step; what there is follows. Ctrl-C again ends it at once.")
+        elif time.monotonic() - self.heard > _ONCE:
+            raise KeyboardInterrupt
+
+
+def _cause(everyone: Sequence[dict[str, Any]]) -> str | None:
+    return next((each["reason"] for each in everyone if each["reason"] is not None), None)
+
+
+if __name__ == "__main__":  # started by another process, which hears Ctrl-C
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    run_own(JobOptions(**json.load(sys.stdin)))

@@ -7,7 +7,6 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -16,14 +15,18 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
 from lightning_safusion.integration.units import is_schedule_free
+from lightning_safusion.literal import literal
 from lightning_safusion.strategy import SAFusionStrategy
-from lightning_safusion.tools.bench.beginning import Beginning, Hooks, nothing
+from lightning_safusion.tools.bench.beginning import Beginning, begin_peak, give_back, nothing, peak
 from lightning_safusion.tools.bench.job import Job, keeps
 from lightning_safusion.tools.bench.meeting import Meeting, wait_for
-from lightning_safusion.tools.bench.memory import begin_peak, give_back, peak
+from lightning_safusion.tools.bench.results import Turned
 
 _EPOCHS = 1000  # a turn ends by itself; schedules of the learning rate may want a number
 # A training whose batches make no step would never end.
@@ -32,37 +35,8 @@ _BATCHES_PER_STEP = 1000
 _TRIAL = 24
 
 
-@dataclass
-class Turned:
-    """What one process has measured in a turn: plain values.
-
-    Args:
-        steps: Seconds of each step that counts, and of the one before them: without loading, until the device is done.
-        loading: Seconds of loading before each of them.
-        peak_bytes: Memory, see :func:`~lightning_safusion.tools.bench.memory.peak`.
-        figures: The strategy's report; empty where it has none.
-        plan: Buffers of the plan in use, as ``Plan.to_list`` has them.
-        density: Share that the strategy sends in the long run; None where there is none.
-        optimizers: Names of their classes.
-        cautions: What the strategy knows to cost accuracy.
-    """
-
-    steps: list[float] = field(default_factory=list)
-    loading: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
-    plan: list[list[Any]] | None = None
-    density: float | None = None
-    optimizers: list[str] = field(default_factory=list)
-    cautions: list[str] = field(default_factory=list)
-
-
-class SilentLogger(DummyLogger):
-    """Writes nothing; a module that asks where it would write gets a folder that goes with the benchmark.
-
-    Args:
-        folder: That folder.
-    """
+class _SilentLogger(DummyLogger):
+    """Writes nothing; a module that asks where it would write gets a folder that goes with the benchmark."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -70,26 +44,50 @@ class SilentLogger(DummyLogger):
 
     @property
     def save_dir(self) -> str:
-        """The folder."""
         return self._folder
 
     @property
     def log_dir(self) -> str:
-        """The folder."""
         return self._folder
 
 
-class TurnCallback(Callback):
-    """Times the steps of a turn, and ends it. All processes begin a step together, when their batches are loaded.
+class TurnProgress(Progress):
+    """Shows which turn is under way, and its steps: a bar on a terminal, else a line for each turn.
 
     Args:
-        meeting: The processes.
-        beginning: What the turn begins with.
-        warmup: Steps that do not count.
-        steps: Steps that do, with the one before them.
-        stops: Whether the user wants to stop.
-        tick: Called after every step.
+        console: Shows it; a quiet one shows nothing.
+        turns: Of all rows.
     """
+
+    def __init__(self, console: Console, turns: int) -> None:
+        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+        hidden = console.quiet or not console.is_terminal
+        # refreshed by hand: a thread of its own would be forked with workers that load data
+        super().__init__(*columns, console=console, auto_refresh=False, transient=True, disable=hidden)
+        self._what, self._steps = "", 0
+        self._turns = self.add_task("", total=turns)
+
+    def begin(self, what: str) -> None:
+        """A turn begins."""
+        self._what, self._steps = what, -1
+        self.step()
+
+    def step(self) -> None:
+        """A step has ended."""
+        self._steps += 1
+        steps = f", step {self._steps}" if self._steps else ""
+        self.update(self._turns, description=escape(self._what) + steps, refresh=True)
+
+    def end(self, seconds: float | None) -> None:
+        """A turn has ended; ``seconds``: its median step, None where none counts."""
+        self.update(self._turns, advance=1, refresh=True)
+        if self.disable:
+            ended = "ended" if seconds is None else f"{seconds * 1e3:.3g} ms per step"
+            self.console.print(literal(f"{self._what}: {ended}"))
+
+
+class _Timing(Callback):
+    """Times the steps of a turn, and ends it. All processes begin a step together, when their batches are loaded."""
 
     def __init__(
         self,
@@ -191,16 +189,16 @@ class Bench:
     """
 
     def __init__(
-        self, job: Job, meeting: Meeting, keep_callbacks: tuple[str, ...], seed: int, stops: Callable[[], bool]
+        self, job: Job, meeting: Meeting, keep_callbacks: Sequence[str], seed: int, stops: Callable[[], bool]
     ) -> None:
         self.module, self.data = job.build()
         self._job, self._meeting, self._seed, self._stops = job, meeting, seed, stops
-        self._beginning, self._hooks = Beginning(self.module), Hooks(self.module, self.data)
+        self._beginning = Beginning(self.module, self.data)
         self._folder = tempfile.mkdtemp(prefix="safusion-bench-")
         self._learned: dict[str, Mapping[str, Any]] = {}
         self._leave_out_model_callbacks(keep_callbacks)
 
-    def _leave_out_model_callbacks(self, named: tuple[str, ...]) -> None:
+    def _leave_out_model_callbacks(self, named: Sequence[str]) -> None:
         configure = self.module.configure_callbacks
 
         def kept() -> list[Callback]:
@@ -219,7 +217,7 @@ class Bench:
         tick: Callable[[], None],
         *more: Callback,
         accumulated: bool = True,
-    ) -> TurnCallback:
+    ) -> _Timing:
         """Trains a row for some steps. Collective; memory of the row is given back before it returns, or raises.
 
         Args:
@@ -236,7 +234,7 @@ class Bench:
         begin_peak(device)
         if isinstance(strategy, SAFusionStrategy) and row in self._learned:
             strategy.begin_with(self._learned[row])
-        timing = TurnCallback(self._meeting, self._beginning, warmup, steps, self._stops, tick)
+        timing = _Timing(self._meeting, self._beginning, warmup, steps, self._stops, tick)
         callbacks = [*copy.deepcopy(self._job.callbacks), *more, timing]
         arguments = dict(self._job.trainer)
         if not accumulated:
@@ -261,7 +259,7 @@ class Bench:
             **{**arguments, **({"max_epochs": _EPOCHS} if endless else {})},
             strategy=strategy,
             callbacks=callbacks,
-            logger=SilentLogger(self._folder),
+            logger=_SilentLogger(self._folder),
             default_root_dir=self._folder,
             limit_val_batches=0,
             num_sanity_val_steps=0,
@@ -271,11 +269,11 @@ class Bench:
         )
         trainer.save_checkpoint = nothing  # type: ignore[method-assign]  # a hook of the module may call it
         trainer.fit(self.module, datamodule=self.data)
-        self._hooks.done()
+        self._beginning.done()
 
     def close(self) -> None:
         """Ends the job, whose data may want to be taken down."""
-        self._hooks.end()
+        self._beginning.end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _forget(self) -> None:

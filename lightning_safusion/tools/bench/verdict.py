@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from lightning_safusion.systems import DEFAULT
 from lightning_safusion.tools.accuracy import faster_row, known_accuracy
-from lightning_safusion.tools.bench.floor import FLOOR, IN_STEP
 from lightning_safusion.tools.bench.forecast import WORTH, rate_in_words
-from lightning_safusion.tools.bench.results import SystemFigures
-from lightning_safusion.tools.bench.rows import parse_row
-from lightning_safusion.tools.bench.turns import Turned
+from lightning_safusion.tools.bench.results import Rounds, SystemFigures, Turned, steps_of
+from lightning_safusion.tools.bench.rows import FLOOR, IN_STEP, YOURS, parse_row
 
-#: The strategy of the user's own file, where that is no plain DDP.
-YOURS = "yours"
 # Rows that change the gradients so much that they are named, not recommended.
 _APPROXIMATE = ("powersgd", "powersgd-rank4")
 _MB = 1e6
@@ -26,9 +22,6 @@ _NEUTRAL = ("density", "process_group_backend", "timeout", "static_graph", "find
 _ALL = 0.9  # share of the elements from which on a row sends everything
 # A step without any exchange that is so much longer than one of DDP was disturbed.
 _DISTURBED = 1.1
-
-#: Of each row the turns of each round, by rank.
-Rounds = Mapping[str, Sequence[Sequence[Turned]]]
 
 
 @dataclass(frozen=True)
@@ -75,13 +68,8 @@ def _plainness(row: SystemFigures) -> tuple[bool, bool, bool, float]:
 
 def _gain(mine: Sequence[Sequence[Turned]], theirs: Sequence[Sequence[Turned]]) -> float:
     """Share of a step that a row saves, by rounds; 0 if it does not save it in nearly all of them."""
-    gains = [1 - _turn(a) / _turn(b) for a, b in zip(mine, theirs, strict=False)]
+    gains = [1 - median(steps_of(a)) / median(steps_of(b)) for a, b in zip(mine, theirs, strict=False)]
     return median(gains) if sum(gain > 0 for gain in gains) > 0.7 * len(gains) else 0.0
-
-
-def _turn(ranks: Sequence[Turned]) -> float:
-    """Median step of a turn, without the first."""
-    return median([fmean(step) for step in zip(*(rank.steps for rank in ranks), strict=True)][1:])
 
 
 def judge(
@@ -140,7 +128,6 @@ def _beside(narrow: SystemFigures | None, best: SystemFigures, baseline: SystemF
 
 
 def _doubts(floor: float, baseline: SystemFigures, count: int) -> list[str]:
-    """What speaks against the figures."""
     doubts = []
     if floor > _DISTURBED * baseline.step_s:
         doubts.append("These times are disturbed: a step without any exchange took longer. Repeat on quiet machines.")

@@ -21,9 +21,9 @@ from lightning_safusion.literal import plural
 from lightning_safusion.lookup import need
 from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.tools.bench.rows import parse_row
-from lightning_safusion.tools.bench.team import Place, make_trainer, started
 from lightning_safusion.tools.demo.curves import History, build_table, plot_curves
 from lightning_safusion.tools.demo.digits import WIDTHS, DigitsNet, Loaders, digits_loaders
+from lightning_safusion.tools.team import Place, make_trainer, started
 
 SYSTEMS = ("ddp", "behind[memory=none]", "behind", "safusion", "saf-pooled")
 
@@ -137,24 +137,14 @@ def compare(settings: Settings, output: Path, console: Console) -> list[History]
 
 
 def _work(settings: Settings, system: str, steps: int, rank: int, pipe: Connection) -> None:
-    """Trains one row from the common start, as one of the workers."""
     seed_everything(settings.seed, workers=True, verbose=False)
-    trainer = make_trainer(
-        settings.workers,
-        settings.strategy(system),
-        [Reporter(pipe)],
-        max_epochs=settings.epochs,
-        num_sanity_val_steps=0,
-    )
+    options: dict[str, Any] = {"max_epochs": settings.epochs, "num_sanity_val_steps": 0}
+    trainer = make_trainer(settings.workers, settings.strategy(system), [_Reporter(pipe)], **options)
     trainer.fit(DigitsNet(settings.widths, settings.lr, steps), *settings.loaders(rank))
 
 
-class Reporter(Callback):
-    """Reports the training of the first worker.
-
-    Args:
-        pipe: Takes the figures of each step, see :class:`History`, and the accuracy after each epoch.
-    """
+class _Reporter(Callback):
+    """Sends the figures of each step of the first worker, see :class:`History`, and the accuracy after each epoch."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

@@ -16,9 +16,9 @@ from lab.bench import links
 from lab.bench.measure import Rhythm, Task, measure
 from lab.bench.run import bench as measured
 from lightning_safusion.profiling.trace import Trace
-from lightning_safusion.tools.bench.floor import FLOOR, IN_STEP
-from lightning_safusion.tools.bench.team import Place
+from lightning_safusion.tools.bench.rows import FLOOR, IN_STEP
 from lightning_safusion.tools.plan.calibration import Calibration
+from lightning_safusion.tools.team import Place
 from tests.e2e.processes import need
 from tests.process_group import run_alone
 

@@ -10,34 +10,30 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import yaml
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_safusion.tools.bench import own
+from lightning_safusion.tools.bench import run as benchmark
 from lightning_safusion.tools.bench.files import read_files
 from lightning_safusion.tools.bench.job import JobOptions, parse_job
 from lightning_safusion.tools.bench.launch import counted, processes
-from lightning_safusion.tools.bench.own import run_own
-from lightning_safusion.tools.bench.run import run_bench
+from lightning_safusion.tools.bench.run import run_bench, run_own
 from lightning_safusion.tools.plan.calibration import Calibration
 from lightning_safusion.tools.plan.report import run_plan
 from safusion_command import spelled
 from tests.e2e.processes import ROOT, environment, started
 from tests.process_group import run_alone, run_launched
 
+JOB = "tests.tools.bench.own_job"
 ROW = "saf-pooled[density=0.1,collective=allgather]"
-SHORT: dict[str, Any] = {
-    "rounds": 2,
-    "block": 3,
-    "warmup": 24,
-    "calibrate": False,
-    "systems": (ROW,),
-}
+SHORT: dict[str, Any] = {"rounds": 2, "block": 3, "warmup": 24, "calibrate": False, "systems": (ROW,)}
 CONFIG: dict[str, Any] = {
     "seed_everything": 1,
     "trainer": {
@@ -48,25 +44,20 @@ CONFIG: dict[str, Any] = {
         "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs of the user"}},
         "callbacks": [
             {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "checkpoints"}},
-            {"class_path": "tests.tools.bench.own_job.Writes"},
-            {"class_path": "tests.tools.bench.own_job.Counts"},
+            {"class_path": f"{JOB}.Writes"},
+            {"class_path": f"{JOB}.Counts"},
         ],
     },
-    "model": {"class_path": "tests.tools.bench.own_job.Net"},
-    "data": {"class_path": "tests.tools.bench.own_job.Data"},
+    "data": {"class_path": f"{JOB}.Data"},
 }
 
 
-def config(folder: Path, content: dict[str, Any] = CONFIG, **trainer: Any) -> str:
-    """Writes a user's file."""
+def config(folder: Path, model: str = "Net", more: Mapping[str, Any] = MappingProxyType({}), **trainer: Any) -> str:
+    """Writes a user's file: with a model of ``own_job``, other sections, and arguments of the trainer."""
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(content | {"trainer": content["trainer"] | trainer}))
+    content = CONFIG | {"model": {"class_path": f"{JOB}.{model}"}, "trainer": CONFIG["trainer"] | trainer} | more
+    path.write_text(yaml.safe_dump(content))
     return str(path)
-
-
-def configs(folder: Path, content: dict[str, Any] = CONFIG, **trainer: Any) -> tuple[str]:
-    """The same, as options have it."""
-    return (config(folder, content, **trainer),)
 
 
 def bench(folder: Path, spy: Any = None, workers: int = 2, **options: Any) -> list[Any]:
@@ -77,14 +68,14 @@ def bench(folder: Path, spy: Any = None, workers: int = 2, **options: Any) -> li
         os.chdir(folder)
         os.environ["LOCAL_WORLD_SIZE"] = str(workers)  # as torchrun says it
         made = []
-        plain = own.Bench
+        plain = benchmark.Bench
 
         class Spied(plain):  # type: ignore[misc, valid-type]
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
                 made.append(self)
 
-        own.Bench = Spied  # type: ignore[misc]
+        benchmark.Bench = Spied  # type: ignore[misc]
         run_own(given)
         return spy(made[0]) if spy is not None else None
 
@@ -100,7 +91,7 @@ def test_a_job_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     def spy(made: Any) -> Any:
         return made.module.began, made.module.set_up, made.data.set_up, made.module.counted
 
-    (first, second) = bench(tmp_path, spy, config=configs(tmp_path), keep_callbacks=("Counts",), warmup=12)
+    (first, second) = bench(tmp_path, spy, config=[config(tmp_path)], keep_callbacks=("Counts",), warmup=12)
     assert first == second
     began, module_set_up, data_set_up, counted = first
     assert len(began) == 2 * 4  # rounds, rows
@@ -121,12 +112,9 @@ def test_a_job_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert {line["round"] for line in lines} == {"1", "2"}
     assert all(float(line["slowest_s"]) >= float(line["seconds"]) > 0 for line in lines)
     best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
-    assert best["model"] == CONFIG["model"]
+    assert best["model"] == {"class_path": f"{JOB}.Net"}
     assert (tmp_path / "out" / "bench.png").stat().st_size > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "config.yaml",
-        "out",
-    ]  # nothing of the user's is written
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "out"}  # nothing of the user's is written
     shown = " ".join(capfd.readouterr().out.split())
     assert "Left out of the benchmark: ModelCheckpoint, Writes, the logger." in shown
     assert "round 2 of 2: ddp" in shown
@@ -135,7 +123,7 @@ def test_a_job_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.slow
 def test_classes_are_enough_and_files_for_plan_are_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    model, data = "tests.tools.bench.own_job:Net", "tests.tools.bench.own_job:Data"
+    model, data = f"{JOB}:Net", f"{JOB}:Data"
     bench(tmp_path, model=model, data=data, rounds=1, block=2, calibrate=True)
     assert "By simulation" in " ".join(capfd.readouterr().out.split())
     best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
@@ -151,9 +139,10 @@ def test_classes_are_enough_and_files_for_plan_are_written(tmp_path: Path, capfd
 
 @pytest.mark.slow
 def test_a_row_that_fails_on_one_worker_is_left_out_on_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    given = CONFIG | {"model": {"class_path": "tests.tools.bench.own_job.FailsOnOne"}}
     rows = (ROW, "ddp-bf16")
-    began = bench(tmp_path, lambda made: made.module.began, config=configs(tmp_path, given), systems=rows, rounds=1)
+    began = bench(
+        tmp_path, lambda made: made.module.began, config=[config(tmp_path, "FailsOnOne")], systems=rows, rounds=1
+    )
     assert began[0] == began[1]
     assert len(set(began[0])) == 1
     content = results(tmp_path)
@@ -170,13 +159,9 @@ def test_a_job_that_changes_while_it_trains_is_the_same_in_every_turn(tmp_path: 
     """State of its own, frozen layers, files, schedules that end or want a metric, optimizers of the file, teardown."""
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}
     schedule = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 1e-3, "total_steps": 5}}
-    given = CONFIG | {
-        "model": {"class_path": "tests.tools.bench.own_job.Awkward"},
-        "data": {"class_path": "tests.tools.bench.own_job.TornDown", "init_args": {"batches": 3}},
-        "optimizer": optimizer,
-        "lr_scheduler": schedule,
-    }
-    seen = bench(tmp_path, lambda made: (made.module.began, made.module.seen), config=configs(tmp_path, given))
+    data = {"class_path": f"{JOB}.TornDown", "init_args": {"batches": 3}}
+    path = config(tmp_path, "Awkward", {"data": data, "optimizer": optimizer, "lr_scheduler": schedule})
+    seen = bench(tmp_path, lambda made: (made.module.began, made.module.seen), config=[path])
     assert seen[0] == seen[1]
     began, others = seen[0]
     assert len(began) == len(others) == 2 * 4
@@ -188,15 +173,13 @@ def test_a_job_that_changes_while_it_trains_is_the_same_in_every_turn(tmp_path: 
 
 @pytest.mark.slow
 def test_schedules_may_ask_for_the_number_of_steps(tmp_path: Path) -> None:
-    given = CONFIG | {"model": {"class_path": "tests.tools.bench.own_job.Scheduled"}}
-    bench(tmp_path, config=configs(tmp_path, given, max_steps=7), rounds=1)
+    bench(tmp_path, config=[config(tmp_path, "Scheduled", max_steps=7)], rounds=1)
     assert results(tmp_path)["left_out"] == {}
 
 
 @pytest.mark.slow
 def test_if_ddp_fails_later_the_rounds_before_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    given = CONFIG | {"model": {"class_path": "tests.tools.bench.own_job.FailsLater"}}
-    bench(tmp_path, config=configs(tmp_path, given), rounds=3)
+    bench(tmp_path, config=[config(tmp_path, "FailsLater")], rounds=3)
     content = results(tmp_path)
     assert "OutOfMemoryError" in content["left_out"]["ddp"]
     assert len(content["systems"]) == 4
@@ -205,21 +188,20 @@ def test_if_ddp_fails_later_the_rounds_before_are_told(tmp_path: Path, capfd: py
 
 @pytest.mark.slow
 def test_data_that_end_are_named(tmp_path: Path) -> None:
-    given = CONFIG | {"data": {"class_path": "tests.tools.bench.own_job.RunsOut", "init_args": {"batches": 10}}}
+    data = {"data": {"class_path": f"{JOB}.RunsOut", "init_args": {"batches": 10}}}
     with pytest.raises(RuntimeError, match="its data ended before the turn did"):
-        bench(tmp_path, config=configs(tmp_path, given, strategy="ddp"))
+        bench(tmp_path, config=[config(tmp_path, more=data, strategy="ddp")])
 
 
 @pytest.mark.slow
 def test_settings_that_are_refused_are_left_out(tmp_path: Path) -> None:
-    bench(tmp_path, config=configs(tmp_path), systems=("saf-pooled[memory=dgc]",), rounds=1)
+    bench(tmp_path, config=[config(tmp_path)], systems=("saf-pooled[memory=dgc]",), rounds=1)
     assert "memory='dgc' applies momentum" in results(tmp_path)["left_out"]["saf-pooled[memory=dgc]"]
 
 
 @pytest.mark.slow
 def test_ctrl_c_gives_what_there_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    given = CONFIG | {"model": {"class_path": "tests.tools.bench.own_job.Interrupted"}}
-    began = bench(tmp_path, lambda made: len(made.module.began), config=configs(tmp_path, given), rounds=3)
+    began = bench(tmp_path, lambda made: len(made.module.began), config=[config(tmp_path, "Interrupted")], rounds=3)
     assert began == [5, 5]
     assert len(results(tmp_path)["systems"]) == 4
     shown = " ".join(capfd.readouterr().out.split())
@@ -245,19 +227,19 @@ def test_ctrl_c_under_torchrun_gives_what_there_is(tmp_path: Path) -> None:
 def test_memory_of_a_row_is_given_back_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[tuple[str, weakref.ref[Any]]] = []
     alive: list[list[str]] = []  # before each turn
-    turn, fit = own.Bench.turn, own.Bench._fit
+    turn, fit = benchmark.Bench.turn, benchmark.Bench._fit
 
-    def watched_turn(self: own.Bench, row: str, *args: Any, **kwargs: Any) -> Any:
+    def watched_turn(self: benchmark.Bench, row: str, *args: Any, **kwargs: Any) -> Any:
         alive.append([name for name, each in kept if each() is not None])
         return turn(self, row, *args, **kwargs)
 
-    def watched_fit(self: own.Bench, strategy: DDPStrategy, *args: Any) -> None:
+    def watched_fit(self: benchmark.Bench, strategy: DDPStrategy, *args: Any) -> None:
         fit(self, strategy, *args)
         kept.extend((type(each).__name__, weakref.ref(each)) for each in (strategy, *strategy.optimizers))
 
-    monkeypatch.setattr(own.Bench, "turn", watched_turn)
-    monkeypatch.setattr(own.Bench, "_fit", watched_fit)
-    said = bench(tmp_path, lambda _: (alive, [name for name, _ in kept]), config=configs(tmp_path), rounds=1)
+    monkeypatch.setattr(benchmark.Bench, "turn", watched_turn)
+    monkeypatch.setattr(benchmark.Bench, "_fit", watched_fit)
+    said = bench(tmp_path, lambda _: (alive, [name for name, _ in kept]), config=[config(tmp_path)], rounds=1)
     for before, names in said:
         assert {"SAFusionStrategy", "DDPStrategy", "AdamW"} <= set(names)
         assert before == [[]] * 4
@@ -266,7 +248,7 @@ def test_memory_of_a_row_is_given_back_before_the_next(tmp_path: Path, monkeypat
 @pytest.mark.slow
 def test_the_strategy_of_the_user_is_a_row(tmp_path: Path) -> None:
     mine = {"class_path": "lightning_safusion.SAFusionStrategy", "init_args": {"density": 0.3, "static_graph": True}}
-    bench(tmp_path, config=configs(tmp_path, strategy=mine), rounds=1)
+    bench(tmp_path, config=[config(tmp_path, strategy=mine)], rounds=1)
     content = results(tmp_path)
     assert content["baseline"] == "yours"
     assert "yours" in [row["system"] for row in content["systems"]]
@@ -279,8 +261,8 @@ def test_a_file_with_the_section_fit_and_classes_of_their_own(tmp_path: Path) ->
     path.write_text(yaml.safe_dump({"fit": {"trainer": {"max_steps": 5}, "model": {"width": 12}, "ckpt_path": None}}))
 
     def parse() -> Any:
-        model = "tests.tools.bench.own_job.Net"
-        job = parse_job(JobOptions(config=(str(path),), model=model, data="tests.tools.bench.own_job.Data"))
+        model = f"{JOB}.Net"
+        job = parse_job(JobOptions(config=(str(path),), model=model, data=f"{JOB}.Data"))
         module, data = job.build()
         return module.net[0].out_features, data.batches, job.trainer["max_steps"]  # type: ignore[index, union-attr]
 
@@ -291,24 +273,18 @@ def test_several_files_other_subcommands_and_a_command_line_of_ones_own(tmp_path
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     options = {"process_group_backend": "gloo", "timeout": "0:05:00"}
     strategy = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": options}
-    first.write_text(
-        yaml.safe_dump(
-            {
-                "fit": {
-                    "trainer": {"max_steps": 5, "strategy": strategy},
-                    "model": {"class_path": "tests.tools.bench.own_job.Net", "init_args": {"optimizer": "Adam"}},
-                    "data": {"class_path": "tests.tools.bench.own_job.Data"},
-                },
-                "test": {"data": {"class_path": "no.such.Data"}},
-            }
-        )
-    )
-    more = {"class_path": "tests.tools.bench.own_job.Data", "init_args": {"batches": 12}}
+    fit = {
+        "trainer": {"max_steps": 5, "strategy": strategy},
+        "model": {"class_path": f"{JOB}.Net", "init_args": {"optimizer": "Adam"}},
+        "data": {"class_path": f"{JOB}.Data"},
+    }
+    first.write_text(yaml.safe_dump({"fit": fit, "test": {"data": {"class_path": "no.such.Data"}}}))
+    more = {"class_path": f"{JOB}.Data", "init_args": {"batches": 12}}
     second.write_text(yaml.safe_dump({"fit": {"trainer": {"max_steps": 6}, "data": more}}))
 
     def parse() -> Any:
         both = (str(first), str(second))
-        job = parse_job(JobOptions(config=both, cli="tests.tools.bench.own_job:Linked"))
+        job = parse_job(JobOptions(config=both, cli=f"{JOB}:Linked"))
         module, data = job.build()
         width = module.net[0].out_features  # type: ignore[index, union-attr]
         return width, data.batches, job.trainer["max_steps"], module.optimizer, job.group, job.content["fit"]["trainer"]  # type: ignore[union-attr]
@@ -334,9 +310,9 @@ def test_a_command_line_that_names_its_own_classes() -> None:
 
     model, _ = run_alone(parse, "examples.workloads.cli:WorkloadCLI", *configs)
     assert "lstm" in model["class_path"].lower()
-    assert run_alone(parse, "tests.tools.bench.own_job:Named")[0]["width"] == 24
+    assert run_alone(parse, f"{JOB}:Named")[0]["width"] == 24
     with pytest.raises(RuntimeError, match="Asks must be a class that is made without arguments: .* 'name'"):
-        run_alone(parse, "tests.tools.bench.own_job:Asks")
+        run_alone(parse, f"{JOB}:Asks")
 
 
 def test_files_may_be_given_one_by_one() -> None:
@@ -346,12 +322,8 @@ def test_files_may_be_given_one_by_one() -> None:
 
 
 def test_a_shell_of_slurm_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "SLURM_NTASKS": "1",
-        "SLURM_NNODES": "1",
-        "SLURM_PROCID": "0",
-        "SLURM_JOB_NAME": "bash",
-    }.items():
+    shell = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "bash"}
+    for name, value in shell.items():
         monkeypatch.setenv(name, value)
     assert counted({"devices": "auto"}, None) == {"devices": "auto"}
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
@@ -378,15 +350,15 @@ def test_processes_that_it_cannot_start_are_missed_at_once(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "tests.tools.bench.own_job:Nett"}, "has no 'Nett'. Did you mean 'Net'"),
+        ({"model": f"{JOB}:Nett"}, "has no 'Nett'. Did you mean 'Net'"),
         ({"model": "tests.tools.bench.no_job:Net"}, "there is no module 'tests.tools.bench.no_job'"),
-        ({"model": "tests.tools.bench.own_job:Data"}, "is no LightningModule"),
+        ({"model": f"{JOB}:Data"}, "is no LightningModule"),
         ({"config": ["no.yaml"]}, "there is no file no.yaml"),
-        ({"data": "tests.tools.bench.own_job:Data"}, "a job needs a file"),
-        ({"model": "tests.tools.bench.own_job:Net", "systems": ["sofusion"]}, "unknown system 'sofusion'"),
-        ({"model": "tests.tools.bench.own_job:Net", "density": [2.0]}, "density is a share"),
-        ({"model": "tests.tools.bench.own_job:Net", "block": 1}, "blocks of 2 steps"),
-        ({"model": "tests.tools.bench.own_job:Net"}, "there is one worker, and nothing to exchange"),
+        ({"data": f"{JOB}:Data"}, "a job needs a file"),
+        ({"model": f"{JOB}:Net", "systems": ["sofusion"]}, "unknown system 'sofusion'"),
+        ({"model": f"{JOB}:Net", "density": [2.0]}, "density is a share"),
+        ({"model": f"{JOB}:Net", "block": 1}, "blocks of 2 steps"),
+        ({"model": f"{JOB}:Net"}, "there is one worker, and nothing to exchange"),
         ({"minutes": 3.0}, "a job needs a file"),
     ],
 )
@@ -401,7 +373,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, options: dict[str, Any],
 
 def test_other_strategies_than_ddp_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="only jobs of DDP and SAFusionStrategy are compared"):
-        bench(tmp_path, config=configs(tmp_path, strategy="fsdp"))
+        bench(tmp_path, config=[config(tmp_path, strategy="fsdp")])
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_safusion.tools.bench.floor import FLOOR
-from lightning_safusion.tools.bench.results import Block, summarize
+from lightning_safusion.tools.bench.results import Turned, summarize
+from lightning_safusion.tools.bench.rows import FLOOR
 
 REPORT: dict[str, Any] = {
     "plan": [3, 2],
@@ -20,14 +20,19 @@ REPORT: dict[str, Any] = {
 }
 
 
+def turned(*steps: float, wire: float | None = None, peak: int = 0) -> Turned:
+    """A turn of an engine whose device counts what it sends, or of DDP."""
+    return Turned([*steps], peak_bytes=peak, figures=REPORT if wire else {}, wire_bytes=wire)
+
+
 def test_steps_are_means_over_workers_and_the_first_of_a_block_does_not_count() -> None:
     rounds = [
-        [Block((90.0, 4.0, 6.0), REPORT, 100.0, 7), Block((90.0, 6.0, 8.0), REPORT, 300.0, 9)],
-        [Block((90.0, 9.0, 9.0), REPORT, 100.0, 8), Block((90.0, 11.0, 9.0), REPORT, 100.0, 8)],
+        [turned(90.0, 4.0, 6.0, wire=100.0, peak=7), turned(90.0, 6.0, 8.0, wire=300.0, peak=9)],
+        [turned(90.0, 9.0, 9.0, wire=100.0, peak=8), turned(90.0, 11.0, 9.0, wire=100.0, peak=8)],
     ]
     blocks = {
-        FLOOR: [[Block((50.0, 2.0, 2.0))], [Block((50.0, 4.0, 4.0))]],
-        "ddp": [[Block((50.0, 16.0))]],
+        FLOOR: [[turned(50.0, 2.0, 2.0)], [turned(50.0, 4.0, 4.0)]],
+        "ddp": [[turned(50.0, 16.0)]],
         "safusion": rounds,
     }
     floor, ddp, row = summarize(blocks)
@@ -45,13 +50,13 @@ def test_steps_are_means_over_workers_and_the_first_of_a_block_does_not_count() 
 
 
 def test_only_a_system_with_an_engine_can_have_left_it_to_ddp() -> None:
-    def row(system: str) -> Block:
-        return Block((9.0, 2.0), dict.fromkeys(REPORT) | {"system": system, "plain_ddp": "a reason"})
+    def row(system: str) -> Turned:
+        return Turned([9.0, 2.0], figures=dict.fromkeys(REPORT) | {"system": system, "plain_ddp": "a reason"})
 
     rows = summarize({name: [[row(name)]] for name in ("ddp", "ddp-bf16", "saf-pooled")})
     assert [each.by_ddp for each in rows] == [False, False, True]
 
 
 def test_what_takes_no_longer_than_the_floor_has_nothing_exposed() -> None:
-    blocks = {FLOOR: [[Block((9.0, 2.0))]], "ddp": [[Block((9.0, 1.5))]]}
+    blocks = {FLOOR: [[turned(9.0, 2.0)]], "ddp": [[turned(9.0, 1.5)]]}
     assert [row.exposed_s for row in summarize(blocks)] == [0.0, 0.0]

@@ -18,8 +18,8 @@ from lightning_safusion.profiling.trace import Trace, TraceTensor
 from lightning_safusion.tools.accuracy import COMPARE, faster_row, known_accuracy
 from lightning_safusion.tools.bench.files import with_strategy
 from lightning_safusion.tools.bench.forecast import Recorded, known_device, rate_in_words, turning_point
-from lightning_safusion.tools.bench.outcome import JobConditions, figures_of, table_of
-from lightning_safusion.tools.bench.turns import Turned
+from lightning_safusion.tools.bench.outcome import JobConditions, table_of
+from lightning_safusion.tools.bench.results import Turned, summarize
 from lightning_safusion.tools.bench.verdict import Verdict, best_strategy, decide, judge
 from lightning_safusion.tools.plan.calibration import Calibration, CollectiveSample, CollectiveTimes
 
@@ -54,12 +54,12 @@ def rounds(**more: list[list[Turned]]) -> dict[str, list[list[Turned]]]:
 
 
 def decided(given: dict[str, list[list[Turned]]]) -> tuple[str, str]:
-    best, baseline = decide(figures_of(given), given)
+    best, baseline = decide(summarize(given), given)
     return best.system, baseline.system
 
 
 def said(given: dict[str, list[list[Turned]]], point: Any = None, compared: str | None = DEFAULT) -> Verdict:
-    return judge(figures_of(given), given, point, compared)
+    return judge(summarize(given), given, point, compared)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_memory_that_does_not_differ_is_not_called_less(peak: int) -> None:
 
 def test_the_best_dense_row_is_named_beside_the_users() -> None:
     given = rounds(**{DEFAULT: turns(0.25, 0.25, 0.25), "ddp-bf16": turns(0.5, 0.5, 0.5)})
-    verdict = judge(figures_of(given), given, (2.1e9, None), DEFAULT, "ddp-bf16")
+    verdict = judge(summarize(given), given, (2.1e9, None), DEFAULT, "ddp-bf16")
     assert "4.00 times as fast as ddp (1.00 s), 2.00 times as fast as ddp-bf16." in verdict.sentences[0]
     assert any("above about 2.1 Gbit/s per machine: ddp-bf16 is as fast there" in each for each in verdict.sentences)
 
@@ -183,7 +183,7 @@ def test_a_strategy_that_has_failed_is_replaced() -> None:
 def test_a_row_that_has_gone_dense_sends_all() -> None:
     dense = REPORT | {"achieved_density": 1.0, "bytes_sent": 4005}  # of 1,000 elements, and headers
     given = rounds(**{DEFAULT: turns(0.4, figures=dense), SPARSE: turns(0.4, figures=REPORT | {"bytes_sent": 80})})
-    table = table_of(figures_of(given), JobConditions("a job", 1, 1, "cpu", 1000))
+    table = table_of(summarize(given), JobConditions("a job", 1, 1, "cpu", 1000))
     column = next(each for each in table.columns if each.header == "sent")
     assert list(column.cells)[-2:] == ["all", "2.00%"]
     assert "; 1 worker on one machine" in str(table.title)
@@ -193,7 +193,7 @@ def test_without_a_floor_ddp_is_the_floor() -> None:
     given = rounds(**{DEFAULT: turns(0.4, 0.4, 0.4)})
     del given["no-exchange"]
     assert decided(given) == (DEFAULT, "ddp")
-    assert figures_of(given)[1].over_floor == 1.0
+    assert summarize(given)[1].over_floor == 1.0
 
 
 def test_cautions_come_first() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import multiprocessing
 import os
 import signal
@@ -15,51 +14,32 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_ports = itertools.count(29500)  # in namespaces, which have all ports to themselves
-
-
-class Machine(Protocol):
-    """Where one worker runs, if not beside this process: a network namespace of ``python -m lab bench``."""
-
-    @property
-    def address(self) -> str:
-        """Of its device ``eth0``."""
-
-    def enter(self) -> None:
-        """Moves this process there."""
-
-    def shape(self, rate: str) -> None:
-        """Limits its link to a rate."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where workers run.
+    """Where workers run: on this machine, joined by the loopback.
 
     Args:
         workers: How many.
-        machines: One for each; none: the loopback.
     """
 
     workers: int
-    machines: tuple[Machine, ...] = ()
 
     def environment(self) -> list[dict[str, str]]:
         """Variables of each worker, for one process group of all of them."""
-        if self.machines:
-            address, device, port = self.machines[0].address, "eth0", next(_ports)
-        else:
-            address, device = "127.0.0.1", "lo"
-            with socket.socket() as probe:
-                probe.bind((address, 0))
-                port = int(probe.getsockname()[1])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return self._environment("127.0.0.1", "lo", int(probe.getsockname()[1]))
+
+    def _environment(self, address: str, device: str, port: int) -> list[dict[str, str]]:
         common = {
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
@@ -70,11 +50,12 @@ class Place:
         }
         return [{**common, "NODE_RANK": str(rank)} for rank in range(self.workers)]
 
+    def enter(self, rank: int) -> None:
+        """Called in each worker before its work."""
 
-class _Failed(NamedTuple):
+
+class _Failed(str):
     """What a worker that has raised sends: the traceback."""
-
-    trace: str
 
 
 @dataclass(eq=False)
@@ -92,42 +73,29 @@ class Team:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def ask(self, message: object) -> list[Any]:
-        """Sends a message to all workers, and waits for the answer of each; errors as in :meth:`collect`."""
-        for pipe in self.pipes:
-            pipe.send(message)
-        return self.collect()
-
-    def collect(self) -> list[Any]:
-        """The next message of each worker, in rank order.
-
-        Raises:
-            RuntimeError: As soon as one has failed; names the log.
-        """
-        answers: dict[Connection, Any] = {}
-        while left := [pipe for pipe in self.pipes if pipe not in answers]:
-            for pipe in _readable(left):
-                answers[pipe] = self._receive(pipe)
-        return [answers[pipe] for pipe in self.pipes]
-
     def events(self) -> Iterator[Any]:
-        """All messages of the workers, as they come; errors as in :meth:`collect`."""
+        """All messages of the workers, as they come; errors as in :meth:`receive`."""
         left = list(self.pipes)
         while left:
-            for pipe in _readable(left):
-                message = self._receive(pipe)
+            for pipe in readable(left):
+                message = self.receive(pipe)
                 if message is None:
                     left.remove(pipe)
                 else:
                     yield message
 
-    def _receive(self, pipe: Connection) -> Any:
+    def receive(self, pipe: Connection) -> Any:
+        """The next message of a worker.
+
+        Raises:
+            RuntimeError: If it has failed; names the log.
+        """
         try:
             message = pipe.recv()
         except (EOFError, ConnectionResetError):
             raise RuntimeError(f"a worker of {self.name!r} has died: see {self.log}") from None
         if isinstance(message, _Failed):
-            last = message.trace.strip().splitlines()[-1]
+            last = message.strip().splitlines()[-1]
             raise RuntimeError(f"a worker of {self.name!r} failed: {last} (all of it is in {self.log})")
         return message
 
@@ -140,7 +108,8 @@ class Team:
             pipe.close()
 
 
-def _readable(pipes: Sequence[Connection]) -> list[Connection]:
+def readable(pipes: Sequence[Connection]) -> list[Connection]:
+    """Pipes that have a message; waits for one."""
     return cast(list[Connection], wait(pipes))
 
 
@@ -186,8 +155,7 @@ def _child(
     sys.stdout = sys.stderr = os.fdopen(descriptor, "w", buffering=1)  # the parent's may be redirected
     try:
         os.environ.update(environment)
-        if place.machines:
-            place.machines[rank].enter()
+        place.enter(rank)
         # one thread each, or the workers fight for the cores; denormals slow small networks down up to three times
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)
