@@ -29,7 +29,7 @@ from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.kernels.cuda import buffer
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from lightning_safusion.tools.plan import work
-from lightning_safusion.tools.plan.paths import FusedEstimates, FusedPlaces, Path
+from lightning_safusion.tools.plan.paths import FusedKernels, FusedShards
 from lightning_safusion.tools.plan.traces import resolve_trace
 from tests.cluster import settings
 from tests.cuda import Allocated, Event, Silent, Stream, fake_cuda, read_nothing
@@ -216,14 +216,14 @@ def test_an_ordinary_window_has_no_moments(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("compressor", "path", "shipment", "by_update"),
+    ("compressor", "shipment", "by_update"),
     [
-        ("gaussiank", FusedEstimates(), fused.ThresholdShipment, True),
-        ("randomk", FusedPlaces(), fused.PlacedShipment, False),
+        ("gaussiank", fused.ThresholdShipment, True),
+        ("randomk", fused.PlacedShipment, False),
     ],
 )
 def test_other_compressors_cost_what_the_planner_is_told(
-    monkeypatch: pytest.MonkeyPatch, compressor: str, path: Path, shipment: type[Any], by_update: bool
+    monkeypatch: pytest.MonkeyPatch, compressor: str, shipment: type[Any], by_update: bool
 ) -> None:
     job = Device(monkeypatch, long(number=8), compressor=compressor)
     with fake_cuda(monkeypatch) as device:
@@ -235,7 +235,7 @@ def test_other_compressors_cost_what_the_planner_is_told(
     assert report is not None
     assert all(type(own) is shipment for own in report._shipments)
     buffers = len(report._shipments)
-    span = work.Span(1e6, 1e5)
+    span, path = work.Span(1e6, 1e5), FusedKernels(compressor=compressor)
     told = path.selection(span) | path.decoding(span, 2) | {"all-gather": work.Work(1)}
     launches = sum(part.launches for part in told.values()) * buffers + work.END["commit"].launches
     print(dict(started), buffers)
@@ -307,8 +307,9 @@ def test_launches_of_a_window_in_which_owners_reduce(
     launches = sum(part.launches for part in work.END.values())
     for shipment in report._shipments:
         span = work.Span(shipment.buffer.edges[-1], 0.1 * shipment.buffer.edges[-1], len(shipment.buffer.edges) - 1)
-        shards = work.Shards(span, workers, ShardedExchange.scattered, ShardedExchange.gathered)
-        told = *shards.selection().values(), *shards.decoding().values(), *shards.commitment().values()
+        path = FusedShards(workers, ShardedExchange.scattered, ShardedExchange.gathered)
+        stages = path.selection(span), path.decoding(span, workers), path.commitment(span)
+        told = [part for stage in stages for part in stage.values()]
         launches += sum(part.launches for part in told)
     assert sum(started.values()) == pytest.approx(launches, rel=0.06)
     # of 26: selections 7 and 6, a digit more each for short pieces; 2 collectives, means, and zeros for two workspaces

@@ -214,7 +214,6 @@ class Cluster:
         return CollectiveCost(link.launch + rounds * link.alpha + passing * link.beta, received, entering)
 
     def _timed(self, collective: str, nbytes: float, formula: CollectiveCost) -> CollectiveCost:
-        """The formula's cost, with the measured times if there are any."""
         if collective not in self.measured:
             return formula
         return replace(formula, seconds=self.measured[collective].at(nbytes).seconds)

@@ -51,7 +51,7 @@ class PlanRow:
     counted: bool = True
 
 
-def plan_table(job: Job, systems: Sequence[str] = COMPARED) -> list[PlanRow]:
+def plan_table(job: Job, systems: Sequence[str]) -> list[PlanRow]:
     """The prediction for each row, in the order of ``systems``.
 
     Args:
@@ -64,19 +64,16 @@ def plan_table(job: Job, systems: Sequence[str] = COMPARED) -> list[PlanRow]:
     names = [simulated_row(name).name for name in systems]
     results = {name: run_system(name, job) for name in dict.fromkeys([BASELINE, *names])}
     baseline = results[BASELINE].seconds
-    rows, counted = [], job.cluster.device.processors
+    rows = []
     for name in names:
         run = results[name]
-        sent = (run.nbytes, run.node_bytes, run.collectives, run.waited)
-        known = counted or is_counted(name)
-        rows.append(
-            PlanRow(name, run.seconds, run.exposed, run.select, run.device, *sent, baseline / run.seconds, known)
-        )
+        times, sent = (run.seconds, run.exposed, run.select, run.device), (run.nbytes, run.node_bytes, run.collectives)
+        counted = job.cluster.device.processors or is_counted(name)
+        rows.append(PlanRow(name, *times, *sent, run.waited, baseline / run.seconds, counted))
     return rows
 
 
 def _sparse(rows: Sequence[PlanRow]) -> list[PlanRow]:
-    """The rows that send less than all of every gradient."""
     return [row for row in rows if simulated_row(row.system).sparse]
 
 
@@ -157,9 +154,7 @@ def recommend(rows: Sequence[PlanRow], density: float, optimizer: str, workers: 
     return [verdict, accuracy, *others], "\n".join(lines) + "\n"
 
 
-def sweep_table(
-    job: Job, systems: Sequence[str] = COMPARED, *, over: Mapping[str, Sequence[Any]]
-) -> list[dict[str, Any]]:
+def sweep_table(job: Job, systems: Sequence[str], over: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """The table for every combination of values.
 
     Args:

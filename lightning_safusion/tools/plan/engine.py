@@ -120,7 +120,6 @@ class _Run:
             self.ready[:, place] = self.clock
 
     def _decode_arrived(self) -> None:
-        """Each worker adds up what has arrived by now."""
         for arrival in self.arrived:
             now = ~arrival.decoded & (arrival.at <= self.clock)
             if not now.any():

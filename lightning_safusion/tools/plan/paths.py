@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_safusion.tools.plan import work as fused
-from lightning_safusion.tools.plan.work import Shards, Span, Work
+from lightning_safusion.tools.plan.work import Span, Work
 
 
 class Operations(NamedTuple):
@@ -80,12 +80,22 @@ class FusedKernels(Path):
 
     Args:
         bits: Of a value in a message.
+        compressor: ``"topk"`` is all theirs. In PyTorch's operations ``"gaussiank"`` estimates a threshold, and others
+            choose elements: those of ``"randomk"``, or of ``"topk"``.
     """
 
     bits: int = 4
+    compressor: str = "topk"
 
     def selection(self, span: Span) -> dict[str, Work]:
-        return fused.selection(replace(span, bits=self.bits))
+        n, k, span = span.elements, span.entries, replace(span, bits=self.bits)
+        if self.compressor == "topk" or not n:
+            return fused.selection(span)
+        if self.compressor == "gaussiank":
+            estimate = ESTIMATE.work(n, k) + fused.estimation(span, REFINEMENTS)
+            return fused.selection(span) | {"operations": estimate}
+        operations = DRAW if self.compressor == "randomk" else SELECT["topk"]
+        return fused.placement(span) | {"operations": operations.work(n, k, span.tensors)}
 
     def decoding(self, span: Span, messages: int) -> dict[str, Work]:
         return fused.decoding(replace(span, bits=self.bits), messages)
@@ -98,42 +108,14 @@ class FusedKernels(Path):
 
 
 @dataclass(frozen=True)
-class FusedEstimates(FusedKernels):
-    """The same kernels with thresholds that ``"gaussiank"`` estimates."""
-
-    def selection(self, span: Span) -> dict[str, Work]:
-        if not span.elements:
-            return {}
-        estimate = ESTIMATE.work(span.elements, span.entries) + fused.estimation(span, REFINEMENTS)
-        return super().selection(span) | {"operations": estimate}
-
-
-@dataclass(frozen=True)
-class FusedPlaces(FusedKernels):
-    """The same kernels with elements that a compressor chooses in PyTorch's operations.
-
-    Args:
-        bits: See :class:`FusedKernels`.
-        compressor: ``"randomk"``; others are taken for ``"topk"``.
-    """
-
-    compressor: str = "randomk"
-
-    def selection(self, span: Span) -> dict[str, Work]:
-        if not span.elements:
-            return {}
-        operations = DRAW if self.compressor == "randomk" else SELECT["topk"]
-        chosen = operations.work(span.elements, span.entries, span.tensors)
-        return fused.placement(replace(span, bits=self.bits)) | {"operations": chosen}
-
-
-@dataclass(frozen=True)
 class FusedShards(Path):
-    """The same kernels where an owner adds up what it receives, and selects from the sums.
+    """The same kernels where all tensors of a buffer are cut into a piece for each worker, which owns it: it adds up
+    what it receives, and selects from the sums.
 
     Args:
         workers: Each owns a shard.
-        scattered, gathered: Entries, for each of the quota: see :class:`~lightning_safusion.tools.plan.work.Shards`.
+        scattered: Entries that a worker selects, for each of its quota; those of its own shard are not sent.
+        gathered: Entries that all owners deliver, for each of the quota.
         bits: Of a value in a message.
     """
 
@@ -142,20 +124,41 @@ class FusedShards(Path):
     gathered: float
     bits: int = 4
 
+    def _part(self, span: Span, shards: int, entries: float, messages: int = 1) -> Span:
+        """Some shards of a buffer with so many entries of each of the quota."""
+        share, tensors = shards / self.workers, shards * span.tensors
+        sent = min(entries * span.entries, span.elements) * share
+        cut = replace(span, elements=share * span.elements, entries=sent, tensors=tensors)
+        return replace(cut, messages=messages, bits=self.bits)
+
+    def _sent(self, span: Span) -> Span:
+        """What a worker selects in the shards of others; its own message has only a header."""
+        return self._part(span, self.workers - 1, self.scattered, self.workers)
+
     def selection(self, span: Span) -> dict[str, Work]:
-        return self._shards(span).selection()
+        if not span.elements:
+            return {}
+        pieces = replace(span, tensors=self.workers * span.tensors, bits=self.bits)
+        return {"zero": fused.zeros(pieces), "compensate": fused.compensation(pieces)} | fused.packing(self._sent(span))
 
     def decoding(self, span: Span, messages: int) -> dict[str, Work]:
-        return self._shards(span).decoding()
+        """From the messages of others to sums, from these to what is delivered, and from that to means."""
+        if not span.elements:
+            return {}
+        owned, arriving = self._part(span, 1, self.gathered), self._part(span, 1, self.scattered)
+        gathered = self._part(span, self.workers, self.gathered)
+        reduced = {"zero": fused.zeros(owned), "reduce": fused.reduction(arriving, self.workers - 1)}
+        means = fused.delivery("decode of owners", gathered, 1, self.workers)
+        return reduced | fused.packing(owned) | {"decode": means}
 
     def commitment(self, span: Span) -> dict[str, Work]:
-        return self._shards(span).commitment()
+        if not span.elements:
+            return {}
+        sent = fused.commitment(self._sent(span)).get("commit", Work())  # one worker sends nothing
+        return {"commit": sent + fused.keeping(self._part(span, 1, self.gathered))}
 
     def end(self) -> dict[str, Work]:
         return fused.END
-
-    def _shards(self, span: Span) -> Shards:
-        return Shards(replace(span, bits=self.bits), self.workers, self.scattered, self.gathered)
 
 
 @dataclass(frozen=True)

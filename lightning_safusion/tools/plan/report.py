@@ -200,13 +200,7 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
 
 
 def _plan_table(rows: Sequence[PlanRow], job: Job, hardware: str) -> Table:
-    """All systems, fastest first.
-
-    Args:
-        rows: Of the table.
-        job: Theirs.
-        hardware: Where the number of workers is from, and the rate of their links.
-    """
+    """All systems, fastest first; ``hardware``: where the number of workers is from, and the rate of their links."""
     trace, cluster = job.trace, job.cluster
     title = (
         f"{trace.name}: {sum(trace.numels) / 1e6:.1f} M parameters in {len(trace.tensors)} tensors, "
@@ -251,7 +245,6 @@ def _sweep_table(records: Sequence[dict[str, Any]], names: Sequence[str]) -> Tab
 
 
 def _write_records(records: Sequence[Mapping[str, Any]], stem: Path) -> None:
-    """Writes flat records as JSON and CSV."""
     stem.with_suffix(".json").write_text(json.dumps(records, indent=1), encoding="utf-8")
     with stem.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(records[0]))

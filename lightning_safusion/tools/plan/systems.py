@@ -28,15 +28,7 @@ from lightning_safusion.systems import HookSystem
 from lightning_safusion.tools.plan.cluster import CollectiveCost
 from lightning_safusion.tools.plan.engine import mean_iteration
 from lightning_safusion.tools.plan.job import Job, line
-from lightning_safusion.tools.plan.paths import (
-    SELECT,
-    FusedEstimates,
-    FusedKernels,
-    FusedPlaces,
-    FusedShards,
-    Path,
-    TorchOperations,
-)
+from lightning_safusion.tools.plan.paths import SELECT, FusedKernels, FusedShards, Path, TorchOperations
 from lightning_safusion.tools.plan.per_tensor import adtopk, espresso, hipress, ssfusion
 from lightning_safusion.tools.plan.rows import SimulatedRow, sends_less, simulated_row
 from lightning_safusion.tools.plan.schedule import Iteration, Message, Schedule, Stream, Timer
@@ -126,11 +118,9 @@ def _path_of(settings: EngineSettings, job: Job, codec: Codec) -> Path:
         if exchange is ShardedExchange and compressor == "topk":
             return FusedShards(job.cluster.workers, ShardedExchange.scattered, ShardedExchange.gathered, values.width)
         if exchange is SparseAllGather and codec.layout == "eliasfano":
-            if compressor == "topk":
-                return FusedKernels(values.width)
-            if compressor == "gaussiank" and settings.quota != "pooled":
-                return FusedEstimates(values.width)
-            return FusedPlaces(values.width, compressor)
+            # no kernel shares a quota among tensors' thresholds
+            estimates = compressor != "gaussiank" or settings.quota != "pooled"
+            return FusedKernels(values.width, compressor if estimates else "places")
     return TorchOperations(compressor, values.few_bits)
 
 
@@ -143,7 +133,6 @@ def _collective_of(settings: EngineSettings, job: Job) -> Collective:
 
 
 def _buckets(job: Job, first: float = DDP_FIRST_BUCKET) -> list[range]:
-    """Places of the tensors in each of DDP's buckets."""
     stops = ddp_buckets(job.dense_bytes.tolist(), first=first)
     return [range(start, stop) for start, stop in pairwise([0, *stops])]
 

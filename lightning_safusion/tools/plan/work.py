@@ -138,11 +138,6 @@ class Span:
         return max(self.tensors, self.elements / width + self.tensors / 2)  # the last one of a tensor is half full
 
     @property
-    def rows(self) -> float:
-        """Histograms of the first digit."""
-        return max(self.tensors, self.chunks / SHARING)
-
-    @property
     def digits(self) -> tuple[int, ...]:
         """Bits of the digits of a key."""
         return digits_of(self.elements, self.tensors)
@@ -164,15 +159,14 @@ class Span:
     @property
     def message(self) -> float:
         """Bytes of positions and values."""
-        return self._positions + self._values
+        return self.entries * self.low_bits / 8 + self.high + self._values
 
     @property
     def read(self) -> float:
         """Bytes of a message that its readers move: all programs of a region read all of its high bits."""
-        high = self.high * max(1.0, self.region / TILE)
-        blocks, own = self._blocks
-        low = self.entries * self.low_bits / 8 * (own / blocks) * max(1.0, self.region / TILE)
-        return high + low + self._values + _FIELDS * _SECTOR * self.tiles
+        (blocks, own), programs = self._blocks, max(1.0, self.region / TILE)
+        low = self.entries * self.low_bits / 8 * (own / blocks) * programs
+        return self.high * programs + low + self._values + _FIELDS * _SECTOR * self.tiles
 
     @property
     def region(self) -> float:
@@ -183,10 +177,6 @@ class Span:
     def high(self) -> float:
         """Bytes of the high bits of positions."""
         return (self.entries + self.elements / 2**self.low_bits) / 8
-
-    @property
-    def _positions(self) -> float:
-        return self.entries * self.low_bits / 8 + self.high
 
     @property
     def _values(self) -> float:
@@ -225,7 +215,7 @@ def selection(span: Span) -> dict[str, Work]:
     """From gradients to a message: launches, bytes and instructions of each stage; none where there is nothing."""
     if not span.elements:
         return {}
-    return {"zero": _zeros(span), "compensate": _compensation(span)} | _packing(span)
+    return {"zero": zeros(span), "compensate": compensation(span)} | packing(span)
 
 
 def estimation(span: Span, counts: int) -> Work:
@@ -248,26 +238,28 @@ def placement(span: Span) -> dict[str, Work]:
     placed = loop.threads * (loop.once + loop.length * halvings) * ceil(k / loop.items)
     return {
         "zero": Work(2, 4 * k / _PART + span.message),
-        "compensate": _compensation(replace(span, by_update=False)),
+        "compensate": compensation(replace(span, by_update=False)),
         "write": Work(1, (12 + _ENTRY) * k + span.message, placed),
-        "pack": _packing(span)["pack"],
+        "pack": packing(span)["pack"],
     }
 
 
-def _zeros(span: Span) -> Work:
-    """Histograms of all tensors, and the largest magnitudes of parts."""
+def zeros(span: Span) -> Work:
+    """Histograms of all tensors, and the largest magnitudes of parts, are cleared."""
     first, *others = (1 << bits for bits in span.digits)
-    return Work(1, 4 * (first * span.rows + sum(others) * span.tensors + span.entries / _PART))
+    return Work(
+        1, 4 * (first * max(span.tensors, span.chunks / SHARING) + sum(others) * span.tensors + span.entries / _PART)
+    )
 
 
-def _compensation(span: Span) -> Work:
+def compensation(span: Span) -> Work:
     """Gradients are added to the residual; keys are written where they are not the elements."""
     added = LOOPS["compensate by update" if span.by_update else "compensate"]
     nbytes = (8 + span.width + span.weighed) * span.elements
     return Work(span.dtypes, nbytes, added.instructions(span.elements, span.chunks))
 
 
-def _packing(span: Span) -> dict[str, Work]:
+def packing(span: Span) -> dict[str, Work]:
     """From keys to messages; nothing for one worker, which has nobody to send to."""
     if not span.elements:
         return {}
@@ -296,10 +288,10 @@ def decoding(span: Span, workers: int) -> dict[str, Work]:
     """From the messages of all workers to means in the gradients."""
     if not span.elements:
         return {}
-    return {"decode": _delivery("decode", span, workers, workers)}
+    return {"decode": delivery("decode", span, workers, workers)}
 
 
-def _delivery(kernel: str, span: Span, messages: int, headers: int) -> Work:
+def delivery(kernel: str, span: Span, messages: int, headers: int) -> Work:
     """Means into gradients: every program reads so many messages, and of each header whether its tensor is finite."""
     loop, delivered = LOOPS[kernel], (_CLEARED + _DELIVERED) * span.elements / _PIECE
     delivered += (loop.once + _FLAG * headers) * span.tiles
@@ -320,82 +312,21 @@ def commitment(span: Span) -> dict[str, Work]:
     return {"commit": Work(0, 8 * span.elements * span.touched + span.read, span.reading("commit") + once)}
 
 
+def reduction(arriving: Span, others: int) -> Work:
+    """Of an owner: the messages of others are added up, and to that its residual; both are kept, and keys where they
+    differ."""
+    kernel, n = "reduce by update" if arriving.by_update else "reduce", arriving.elements
+    held = (_CLEARED + _HELD[arriving.by_update]) * n / _PIECE + LOOPS[kernel].once * arriving.tiles
+    nbytes = (12 + arriving.weighed) * n + others * arriving.read
+    return Work(1, nbytes, LOOPS[kernel].threads * held + others * _added("reduce", arriving))
+
+
+def keeping(owned: Span) -> Work:
+    """Of an owner: what others have sent is added to the residual of its shard, less what it delivers."""
+    loop, kept = LOOPS["commit"], 12 * owned.elements + 4 * owned.elements * owned.touched
+    added = loop.threads * (loop.once * owned.tiles + _KEPT * owned.elements / _PIECE)
+    return Work(0, kept + owned.read, owned.reading("commit") + added)
+
+
 #: The launches that end a window, whatever its buffers.
 END = {"commit": Work(1), "copy": Work(1)}
-
-
-@dataclass(frozen=True)
-class Shards:
-    """A buffer whose shards have owners, all of its tensors cut into a piece for each.
-
-    Args:
-        span: All of it, with the entries of the whole quota.
-        workers: Each owns a shard.
-        scattered: Entries that a worker selects, for each of its quota; those of its own shard are not sent.
-        gathered: Entries that all owners deliver, for each of the quota.
-    """
-
-    span: Span
-    workers: int
-    scattered: float
-    gathered: float
-
-    def _part(self, shards: int, entries: float, messages: int = 1) -> Span:
-        """Some shards with so many entries of each of the quota."""
-        share, span = shards / self.workers, self.span
-        sent = min(entries * span.entries, span.elements) * share
-        return replace(
-            span, elements=share * span.elements, entries=sent, tensors=shards * span.tensors, messages=messages
-        )
-
-    @property
-    def sent(self) -> Span:
-        """What it selects in the shards of others; its own message has only a header."""
-        return self._part(self.workers - 1, self.scattered, self.workers)
-
-    @property
-    def arriving(self) -> Span:
-        """What one other has selected in its shard."""
-        return self._part(1, self.scattered)
-
-    @property
-    def owned(self) -> Span:
-        """What it delivers of its shard."""
-        return self._part(1, self.gathered)
-
-    @property
-    def gathered_sums(self) -> Span:
-        """What all owners deliver."""
-        return self._part(self.workers, self.gathered)
-
-    def selection(self) -> dict[str, Work]:
-        """From gradients to a message for every other owner."""
-        if not self.span.elements:
-            return {}
-        pieces = replace(self.span, tensors=self.workers * self.span.tensors)
-        return {"zero": _zeros(pieces), "compensate": _compensation(pieces)} | _packing(self.sent)
-
-    def decoding(self) -> dict[str, Work]:
-        """From the messages of others to sums, from these to what is delivered, and from that to means."""
-        if not self.span.elements:
-            return {}
-        means = _delivery("decode of owners", self.gathered_sums, 1, self.workers)
-        return {"zero": _zeros(self.owned), "reduce": self._reduction()} | _packing(self.owned) | {"decode": means}
-
-    def _reduction(self) -> Work:
-        """The messages of others are added up, and to that the residual; both are kept, and keys where they differ."""
-        arriving, others, by_update = self.arriving, self.workers - 1, self.span.by_update
-        kernel, n = "reduce by update" if by_update else "reduce", arriving.elements
-        held = (_CLEARED + _HELD[by_update]) * n / _PIECE + LOOPS[kernel].once * arriving.tiles
-        nbytes = (12 + self.span.weighed) * n + others * arriving.read
-        return Work(1, nbytes, LOOPS[kernel].threads * held + others * _added("reduce", arriving))
-
-    def commitment(self) -> dict[str, Work]:
-        """What was sent leaves the residual; what others have sent is added to that of its shard, less what it
-        delivers."""
-        if not self.span.elements:
-            return {}
-        sent, owned = commitment(self.sent).get("commit", Work()), self.owned  # one worker sends nothing
-        loop, kept = LOOPS["commit"], 12 * owned.elements + 4 * owned.elements * owned.touched
-        added = loop.threads * (loop.once * owned.tiles + _KEPT * owned.elements / _PIECE)
-        return {"commit": sent + Work(0, kept + owned.read, owned.reading("commit") + added)}

@@ -25,6 +25,7 @@ from lightning_safusion.kernels.cuda.chosen import PlacedKernels, ThresholdKerne
 from lightning_safusion.kernels.cuda.owners import Mail, OwnerKernels
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.tools.plan import work
+from lightning_safusion.tools.plan.paths import FusedShards
 from tests.comm.exchanges import Workers, gradients, sharded
 from tests.kernels.cuda.buffers import DECAY, HOST, Case, Rank, WindowKernels, gather
 
@@ -249,5 +250,5 @@ def test_bytes_of_an_element_where_owners_reduce(traffic: Traffic, workers: int,
     assert torch.equal(mail.delivering, exchange.sums)
     assert torch.equal(torch.cat(grads), mean)
     span = work.Span(numel, density * numel, len(sizes), by_update=by_update)
-    shards = work.Shards(span, workers, exchange.scattered, exchange.gathered)
-    counted(traffic, (shards.selection(), shards.decoding(), shards.commitment()), numel, most)
+    path = FusedShards(workers, exchange.scattered, exchange.gathered)
+    counted(traffic, (path.selection(span), path.decoding(span, workers), path.commitment(span)), numel, most)

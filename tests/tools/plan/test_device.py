@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import pathlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from lightning_safusion.tools.plan.cluster import Cluster, resolve_link
 from lightning_safusion.tools.plan.comparison import break_even, plan_table, when_to_compress
 from lightning_safusion.tools.plan.device import DEVICES, Device, resolve_device
 from lightning_safusion.tools.plan.job import Job
+from lightning_safusion.tools.plan.paths import FusedKernels, FusedShards, Path
 from lightning_safusion.tools.plan.report import run_plan
 from lightning_safusion.tools.plan.systems import build_schedule, run_system
 from lightning_safusion.tools.plan.traces import resolve_trace
@@ -28,7 +29,7 @@ from lightning_safusion.tools.plan.work import Span, Work
 MEASURED = Device("made up", 2e12, 5e-6, 1e13, factors={"decode": 1.5}, source="a test")
 
 
-def test_a_file_brings_back_the_device(tmp_path: Path) -> None:
+def test_a_file_brings_back_the_device(tmp_path: pathlib.Path) -> None:
     MEASURED.save(tmp_path / "device.json")
     assert resolve_device(tmp_path / "device.json") == MEASURED
     assert resolve_device("H100") is DEVICES["h100"]
@@ -47,7 +48,7 @@ def test_a_file_brings_back_the_device(tmp_path: Path) -> None:
         lambda content: content.update(colour="green"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def test_a_file_that_makes_no_sense_is_refused(tmp_path: pathlib.Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path = tmp_path / "device.json"
     MEASURED.save(path)
     content = json.loads(path.read_text())
@@ -75,11 +76,10 @@ def step_of(
     """Milliseconds of BERT-base's step in four buffers."""
     elements = 109.5e6 / 4
     span = Span(elements, density * elements, 50, by_update=by_update)
+    path: Path = FusedKernels()
     if sharded:
-        shards = work.Shards(span, workers, ShardedExchange.scattered, ShardedExchange.gathered)
-        each = [shards.selection(), shards.decoding(), shards.commitment()]
-    else:
-        each = [work.selection(span), work.decoding(span, workers), work.commitment(span)]
+        path = FusedShards(workers, ShardedExchange.scattered, ShardedExchange.gathered)
+    each = [path.selection(span), path.decoding(span, workers), path.commitment(span)]
     return 1e3 * (4 * sum(map(device.seconds, each)) + device.seconds(work.END))
 
 
@@ -117,7 +117,7 @@ def test_the_predicted_step_of_bert_base_is_that_of_the_documents(
     assert [*found, shards] == pytest.approx([*gathered, sharded], abs=0.01)
     if density == 0.02:
         assert all(step <= budget for step, budget in zip(found, (2.6, 3.4, 6), strict=True))
-    page = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text()
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text()
     assert " | ".join(f"{step:.2f}" for step in [*found, shards]) in page
 
 
@@ -130,13 +130,13 @@ def test_an_element_of_bert_base_moves_few_bytes_for_few_instructions() -> None:
     instructions = sum(part.instructions for part in stages) / elements
     assert nbytes <= 32
     assert instructions <= 220
-    page = " ".join((Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text().split())
+    page = " ".join((pathlib.Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text().split())
     assert f"{nbytes:.0f} bytes per element, and run about {round(instructions, -1):.0f} instructions" in page
 
 
 def test_keys_that_are_written_once_cost_no_more_than_moments_in_two_passes() -> None:
     """A key that ``collect`` would make again needs no memory, but a root and a quotient."""
-    page = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
     elements = 109.5e6 / 4
     keys = work.LOOPS["compensate by update"].length - work.LOOPS["compensate"].length
     instructions = keys * work.LOOPS["compensate"].threads / work.LOOPS["compensate"].items

@@ -104,23 +104,15 @@ def test_shards_without_fused_kernels_are_charged_both_phases() -> None:
     ("row", "message"),
     [
         ("saf-poled", "unknown system 'saf-poled'.*Did you mean 'saf-pooled'"),
-        ("saf-poled[wire=q4]", "unknown system 'saf-poled'.*Did you mean 'saf-pooled'"),
-        ("omgs[dencity=0.1]", r"'omgs\[dencity=0.1\]': unknown option 'dencity'. Did you mean 'density'"),
         (
             "saf-pooled[memory=none]",
             "unknown option 'memory'. Choose one of 'density', 'compressor', 'fusion', 'scope'",
         ),
         ("omgs[density=much]", "density is a number, got 'much'"),
         ("omgs[density=2]", r"row 'omgs\[density=2\]': density must be in"),
-        ("safusion[dense_below=-1]", "dense_below is a number of elements, 0 or more, got -1"),
-        ("ssfusion[offload=1]", "offload is true or false, got '1'"),
         ("safusion[collective=shared]", "unknown collective 'shared'. Did you mean 'sharded'"),
-        ("safusion[compressor=topkk]", "Did you mean 'topk'"),
         ("safusion[fusion=aligned[tensors_per_buffer=3]]", "parts are simulated without options of their own"),
-        (
-            "ddp-bf16[density=0.1]",
-            "row 'ddp-bf16.*': system='ddp-bf16' works without the engine: it has no",
-        ),
+        ("ddp-bf16[density=0.1]", "row 'ddp-bf16.*': system='ddp-bf16' works without the engine: it has no"),
         ("omgs[wire=q4", "no closing bracket"),
     ],
 )

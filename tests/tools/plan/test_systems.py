@@ -12,7 +12,6 @@ from lightning_safusion.comm.cost import LINKS
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import SelectionCost, ddp_buckets
 from lightning_safusion.fusion.plans.pricing import predict_finish
-from lightning_safusion.systems import SYSTEMS
 from lightning_safusion.tools.plan.cluster import Cluster
 from lightning_safusion.tools.plan.comparison import COMPARED
 from lightning_safusion.tools.plan.device import DEVICES
@@ -45,10 +44,6 @@ def test_every_system_runs_on_every_shape_of_cluster(name: str) -> None:
         if schedule.messages and name != "easgd":
             covered = {place for message in schedule.messages for place in message.tensors}
             assert covered == set(range(len(job.numels)))
-
-
-def test_every_system_of_the_strategy_is_compared() -> None:
-    assert set(SYSTEMS) <= set(COMPARED)
 
 
 def test_four_bits_are_half_a_byte_beside_a_position_of_five() -> None:
@@ -224,11 +219,6 @@ def test_without_jitter_and_with_equal_quotas_there_is_nothing_to_align() -> Non
     alike = replace(schedule, launch=replace(schedule.launch, spread=0.0))
     assert simulate(job.trace, job.cluster, alike).waited == pytest.approx(0.0)
     assert simulate(job.trace, job.cluster, schedule).waited > 0.0
-
-
-def test_unknown_systems_are_named() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'safusion'"):
-        build_schedule("safusio", lstm())
 
 
 @pytest.mark.parametrize(("field", "value"), [("density", 0.0), ("density", 1.5), ("entry_bytes", 0.0)])
