@@ -38,7 +38,7 @@ COMMANDS = {
         "Measures systems side by side in a job of yours, and says which to take.",
     ),
     "systems": (
-        "lightning_safusion.tools.listing:print_systems",
+        "lightning_safusion.tools.tables:print_systems",
         "Prints the systems that SAFusionStrategy(system=...) takes.",
     ),
     "timeline": (

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_safusion.literal import literal
+from lightning_safusion.systems.rows import SYSTEMS
 
 _INDENT = "  "
 
@@ -60,3 +61,13 @@ def plain_table(title: str | Text, caption: str, names: str, figures: Sequence[s
     for heading in figures:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
+
+
+def print_systems() -> None:
+    """Prints the systems that ``SAFusionStrategy(system=...)`` takes."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=False)
+    for heading in ("system", "what it decides", "source"):
+        table.add_column(heading, overflow="fold")
+    for row in SYSTEMS.values():
+        table.add_row(f"[bold]{row.name}[/bold]", row.summary, row.source)
+    Console().print(table)

@@ -18,15 +18,16 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
+
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.callbacks.tuner import describe
 from lightning_safusion.metrics.history import TensorRow, worst_first
 from lightning_safusion.profiling import pictures
-from lightning_safusion.profiling.figures import PARTS
+from lightning_safusion.profiling.figures import PARTS, RankFigures, StepFigures
 from lightning_safusion.profiling.overlap_file import FILE as OVERLAP
 from lightning_safusion.profiling.overlap_file import Overlap, read_file
 from lightning_safusion.profiling.timeline import from_row
-from lightning_safusion.tools.report import pictures as drawings
 from lightning_safusion.tools.report.advice import advise
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 FILE = "report.html"
 
 _MISSING = "missing_rate.json"
+#: Ranks that :func:`breakdown` draws.
+RANKS = 32
 _HEAT_ROWS = 60
 _OPEN_ROWS = 24  # longer tables are folded
 # Names may have control characters, which matplotlib writes as they are and no file of XML 1.0 may hold.
@@ -140,7 +143,9 @@ def render_page(run: Run) -> str:
             colors=pictures.COLORS,
             picture=picture,
             pictures=pictures,
-            drawings=drawings,
+            breakdown=breakdown,
+            drawn_ranks=RANKS,
+            plot_times=plot_times,
             open_rows=_OPEN_ROWS,
             version=__version__,
         )
@@ -156,6 +161,42 @@ def picture(draw: Callable[..., Figure | SubFigure], *args: Any) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "safusion", "text.parse_math": False}):
         draw(*args).figure.savefig(written, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + b64encode(_NO_XML.sub("\ufffd", written.getvalue()).encode()).decode()
+
+
+def breakdown(figures: RankFigures) -> Figure | SubFigure:
+    """One stacked bar for each of the first ranks: the parts of a step's time."""
+    shown = figures.ranks[:RANKS]
+    axes = pictures.new_axes(1.4 + 0.36 * len(shown))
+    at = np.zeros(len(shown))
+    for part, label in PARTS.items():
+        lengths = np.nan_to_num([getattr(each, f"{part}_s") * 1e3 for each in shown])
+        if lengths.any():
+            axes.barh(range(len(shown)), lengths, left=at, color=pictures.COLORS[part], label=label)
+        at += lengths
+    axes.set_yticks(range(len(shown)), [f"rank {rank}" for rank in range(len(shown))])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    if axes.containers:
+        axes.figure.legend(loc="outside lower center", ncols=len(PARTS), fontsize="small", frameon=False)
+    return axes.figure
+
+
+def plot_times(steps: Mapping[int, StepFigures]) -> Figure | SubFigure:
+    """Step time and exposed exchange of the recorded steps, over the run."""
+    axes = pictures.new_axes(2.6)
+    for part, color, label in (
+        ("step", pictures.COLORS["backward"], "step"),
+        ("exposed", pictures.COLORS["exposed"], PARTS["exposed"]),
+    ):
+        times = {number: getattr(each, f"{part}_s") * 1e3 for number, each in steps.items()}
+        known = {number: time for number, time in times.items() if not np.isnan(time)}
+        axes.scatter(list(known), list(known.values()), 9.0, color, label=label)
+    axes.set_ylim(bottom=0.0)
+    axes.locator_params(axis="x", integer=True)
+    axes.set(xlabel="step", ylabel="ms")
+    axes.grid(alpha=0.3)
+    axes.figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+    return axes.figure
 
 
 def _environment() -> Environment:
