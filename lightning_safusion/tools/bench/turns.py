@@ -196,15 +196,12 @@ class Bench:
         self._beginning = Beginning(self.module, self.data)
         self._folder = tempfile.mkdtemp(prefix="safusion-bench-")
         self._learned: dict[str, Mapping[str, Any]] = {}
-        self._leave_out_model_callbacks(keep_callbacks)
-
-    def _leave_out_model_callbacks(self, named: Sequence[str]) -> None:
         configure = self.module.configure_callbacks
 
         def kept() -> list[Callback]:
             given = configure()
             several = given if isinstance(given, Sequence) else [given]
-            return [each for each in several if keeps(type(each), named)]
+            return [each for each in several if keeps(type(each), keep_callbacks)]
 
         self.module.configure_callbacks = kept  # type: ignore[method-assign]
 

@@ -53,17 +53,11 @@ def mean_iteration(trace: Trace, cluster: Cluster, schedule: Schedule, iteration
 
 @dataclass(eq=False)
 class _Arrival:
-    """What an exchange has brought.
-
-    Args:
-        at: When it was there.
-        seconds: Of decoding it.
-        decoded: Which workers have, bool [workers].
-    """
+    """What an exchange has brought."""
 
     at: float
-    seconds: float
-    decoded: np.ndarray
+    seconds: float  # of decoding it
+    decoded: np.ndarray  # which workers have, bool [workers]
 
 
 class _Run:

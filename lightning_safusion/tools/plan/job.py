@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -176,17 +176,16 @@ class Job:
     def schedule(self, plan: Plan, *, behind: bool = False) -> Schedule:
         """The iteration of a plan: all-gathers of selected entries (of each merged buffer with ``behind``), and
         all-reduces in fp32."""
-        at_once = behind or self.segmented
-        messages, selects = [], np.zeros(len(self.numels))
-        for group in plan.groups:
-            places = range(group.start, group.stop)
-            if group.collective == "allreduce":
-                messages.append(self.dense_message(places))
-                continue
-            messages.append(self.sparse_message(places, select=at_once))
-            if not at_once:
+        at_once, selects = behind or self.segmented, np.zeros(len(self.numels))
+        for group in plan.groups if not at_once else ():
+            if group.collective != "allreduce":
                 selects[group.start : group.stop] = self.selects[group.start : group.stop]
-        return Schedule(messages, selects.tolist())
+        return Schedule(self.messages(plan, partial(self.sparse_message, select=at_once)), selects.tolist())
+
+    def messages(self, plan: Plan, sparse: Callable[[range], Message]) -> list[Message]:
+        """A message for each group of a plan: an all-reduce in fp32, or what ``sparse`` makes of its places."""
+        groups = [(range(group.start, group.stop), group.collective) for group in plan.groups]
+        return [self.dense_message(places) if kind == "allreduce" else sparse(places) for places, kind in groups]
 
     def dense_message(self, places: Sequence[int], width: int = 4) -> Message:
         """An all-reduce of dense tensors with ``width`` bytes per element."""

@@ -189,7 +189,6 @@ def _horovod(job: Job, sparse: bool) -> Schedule:
 
 def _cupcake(job: Job) -> Schedule:
     """Two groups, as in all released commands; the cut is searched by running iterations."""
-
     search = Cupcake().search(len(job.numels))
     while not search.over:
         schedule = job.schedule(Plan.from_stops(search.stops), behind=True)
@@ -229,7 +228,7 @@ def _stream(job: Job) -> Schedule:
 def _hierarchical(job: Job, policy: FusionPolicy, owners: bool) -> Schedule:
     """Groups over an exchange in three phases. Each worker selects from its shard of the node's sum, after the
     reduce-scatter inside the node. ``owners``: it sends what it has selected to owners, which select again."""
-    cluster, costs = job.cluster, job.group_costs()
+    cluster = job.cluster
     density = float(job.sparse_bytes.sum()) / max(1, int(job.numels.sum()))
     scattered, gathered = ShardedExchange.scattered, ShardedExchange.gathered
 
@@ -247,14 +246,13 @@ def _hierarchical(job: Job, policy: FusionPolicy, owners: bool) -> Schedule:
         found = message([], job.span(nbytes / density, nbytes / job.entry_bytes), nbytes)
         return found.cost.seconds + found.decode
 
-    cost, ready = line(seconds), job.group_costs(sparse=False, dense=True).ready
-    messages = []
-    costs = replace(costs, ready=ready, per_buffer=0.0, sparse=(cost.fixed, cost.per_byte))
-    for group in policy.plan(costs).groups:
-        places = range(group.start, group.stop)
+    def of_places(places: range) -> Message:
         nbytes, elements = float(job.sparse_bytes[places].sum()), float(job.numels[places].sum())
-        messages.append(message(places, job.span(elements, nbytes / job.entry_bytes), nbytes))
-    return Schedule(messages)
+        return message(places, job.span(elements, nbytes / job.entry_bytes), nbytes)
+
+    cost, ready = line(seconds), job.group_costs(sparse=False, dense=True).ready
+    costs = replace(job.group_costs(), ready=ready, per_buffer=0.0, sparse=(cost.fixed, cost.per_byte))
+    return Schedule(job.messages(policy.plan(costs), of_places))
 
 
 def _sharded(job: Job, policy: FusionPolicy, dense: bool) -> Schedule:
@@ -275,16 +273,13 @@ def _sharded(job: Job, policy: FusionPolicy, dense: bool) -> Schedule:
         found = message([], job.span_of_bytes(nbytes), nbytes)
         return found.cost.seconds + (0.0 if counted else found.decode)
 
-    cost = line(seconds)
-    messages = []
-    for group in policy.plan(replace(job.group_costs(dense=dense), sparse=(cost.fixed, cost.per_byte))).groups:
-        places = range(group.start, group.stop)
-        if group.collective == "allreduce":
-            messages.append(job.dense_message(places))
-            continue
+    def of_places(places: range) -> Message:
         nbytes, select = float(job.sparse_bytes[places].sum()), job.select_seconds(places)
-        messages.append(message(places, job.span_of(places), nbytes, select))
-    return Schedule(messages)
+        return message(places, job.span_of(places), nbytes, select)
+
+    cost = line(seconds)
+    plan = policy.plan(replace(job.group_costs(dense=dense), sparse=(cost.fixed, cost.per_byte)))
+    return Schedule(job.messages(plan, of_places))
 
 
 # By the collective, compressor or grouping that asks for it. Only these do what no plan expresses: streams, searches by

@@ -67,15 +67,13 @@ def bench(folder: Path, spy: Any = None, workers: int = 2, **options: Any) -> li
     def run(rank: int) -> Any:
         os.chdir(folder)
         os.environ["LOCAL_WORLD_SIZE"] = str(workers)  # as torchrun says it
-        made = []
-        plain = benchmark.Bench
+        made, plain = [], benchmark.Bench
 
-        class Spied(plain):  # type: ignore[misc, valid-type]
-            def __init__(self, *args: Any) -> None:
-                super().__init__(*args)
-                made.append(self)
+        def spied(*args: Any) -> benchmark.Bench:
+            made.append(plain(*args))
+            return made[0]
 
-        benchmark.Bench = Spied  # type: ignore[misc]
+        setattr(benchmark, "Bench", spied)  # noqa: B010 (a function in the place of a class)
         run_own(given)
         return spy(made[0]) if spy is not None else None
 

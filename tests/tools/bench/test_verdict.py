@@ -35,21 +35,14 @@ REPORT: dict[str, Any] = {
 
 def turns(*seconds: float, loading: float = 0.01, optimizer: str = "AdamW", **known: Any) -> list[list[Turned]]:
     """Rounds of two workers, whose steps take so long after a first one."""
-    return [
-        [
-            Turned([9.0, each, each], [9.0, loading, loading], known.get("peak", 100), optimizers=[optimizer], **{
-                name: value for name, value in known.items() if name != "peak"
-            })
-            for _ in range(2)
-        ]
-        for each in seconds
-    ]  # fmt: skip
+    known = {"peak_bytes": 100, "optimizers": [optimizer]} | known
+    return [[Turned([9.0, each, each], [9.0, loading, loading], **known) for _ in range(2)] for each in seconds]
 
 
 def rounds(**more: list[list[Turned]]) -> dict[str, list[list[Turned]]]:
     for name in more:
         for turned in (each for ranks in more[name] for each in ranks if name.startswith(DEFAULT)):
-            turned.figures = turned.figures or REPORT
+            turned.figures = turned.figures or REPORT | {"achieved_density": 0.1 if name == DENSER else 0.02}
     return {"no-exchange": turns(0.2, 0.2, 0.2), "barrier": turns(0.21, 0.2, 0.2), "ddp": turns(1.0, 1.1, 0.9)} | more
 
 
@@ -82,16 +75,11 @@ def said(given: dict[str, list[list[Turned]]], point: Any = None, compared: str 
     ],
 )
 def test_the_plainest_of_the_fastest_rows_is_taken(more: dict[str, Any], best: str) -> None:
-    figures = {DENSER: 0.1, SPARSE: 0.02}
-    for name, density in figures.items():
-        for ranks in more.get(name, []):
-            for turned in ranks:
-                turned.figures = REPORT | {"achieved_density": density}
     assert decided(rounds(**more)) == (best, "ddp")
 
 
 def test_it_is_said_in_words() -> None:
-    given = rounds(**{DEFAULT: turns(0.25, 0.25, 0.25, peak=31_000_100, density=0.02, figures=REPORT)})
+    given = rounds(**{DEFAULT: turns(0.25, 0.25, 0.25, peak_bytes=31_000_100, density=0.02, figures=REPORT)})
     text = " ".join(said(given, (2.1e9, 9.5e7)).sentences)
     assert "Take saf-pooled: 250 ms per step, 4.00 times as fast as ddp (1.00 s)." in text
     assert "800 ms of a step of ddp are the exchange" in text
@@ -104,8 +92,8 @@ def test_it_is_said_in_words() -> None:
 
 @pytest.mark.parametrize("peak", [100, 600_100, 0])
 def test_memory_that_does_not_differ_is_not_called_less(peak: int) -> None:
-    given = rounds(**{DEFAULT: turns(0.25, 0.25, 0.25, peak=peak)})
-    given["ddp"] = turns(1.0, 1.1, 0.9, peak=400_000 if peak else 100)
+    given = rounds(**{DEFAULT: turns(0.25, 0.25, 0.25, peak_bytes=peak)})
+    given["ddp"] = turns(1.0, 1.1, 0.9, peak_bytes=400_000 if peak else 100)
     text = " ".join(said(given).sentences)
     assert ("Memory: as much per worker as ddp, within 1 MB" in text) == bool(peak)
     assert "0 MB" not in text
@@ -119,10 +107,12 @@ def test_the_best_dense_row_is_named_beside_the_users() -> None:
 
 
 def test_what_is_known_of_accuracy_is_of_two_workers() -> None:
-    assert "With 16 owners of shards" in known_accuracy(DEFAULT, 0.02, ["AdamW"], workers=16)
-    assert "With 6 on GPUs with slow links owners of shards" in known_accuracy(DEFAULT, 0.02, ["AdamW"], workers=6)
-    assert "owners of shards" not in known_accuracy(DEFAULT, 0.02, ["AdamW"], workers=5)
-    assert "owners of shards" not in known_accuracy(DEFAULT, 0.02, ["Unknown"], workers=16)
+    def of(workers: int, optimizer: str = "AdamW") -> str:
+        return known_accuracy(DEFAULT, 0.02, [optimizer], workers=workers)
+
+    assert "With 16 owners of shards" in of(16)
+    assert "With 6 on GPUs with slow links owners of shards" in of(6)
+    assert "owners of shards" not in of(5) + of(16, "Unknown")
 
 
 def test_what_stays_is_said_too() -> None:
@@ -232,27 +222,17 @@ def test_rates_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "strategy"),
+    ("row", "arguments"),
     [
-        (DEFAULT, {"class_path": "lightning_safusion.SAFusionStrategy", "init_args": {"static_graph": True}}),
-        (
-            "saf-pooled[density=0.1,memory=residual]",
-            {
-                "class_path": "lightning_safusion.SAFusionStrategy",
-                "init_args": {"density": 0.1, "memory": "residual", "static_graph": True},
-            },
-        ),
-        (
-            "ddp-bf16",
-            {
-                "class_path": "lightning_safusion.SAFusionStrategy",
-                "init_args": {"system": "ddp-bf16", "static_graph": True},
-            },
-        ),
-        ("ddp", {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"static_graph": True}}),
+        (DEFAULT, {}),
+        ("saf-pooled[density=0.1,memory=residual]", {"density": 0.1, "memory": "residual"}),
+        ("ddp-bf16", {"system": "ddp-bf16"}),
+        ("ddp", {}),
     ],
 )
-def test_the_strategy_in_the_users_file(row: str, strategy: dict[str, Any]) -> None:
+def test_the_strategy_in_the_users_file(row: str, arguments: dict[str, Any]) -> None:
+    kind = "lightning.pytorch.strategies.DDPStrategy" if row == "ddp" else "lightning_safusion.SAFusionStrategy"
+    strategy = {"class_path": kind, "init_args": {**arguments, "static_graph": True}}
     made = best_strategy(Verdict(row, "yours", ()), {"static_graph": True})
     content = {"fit": {"trainer": {"devices": 2, "strategy": "ddp"}, "model": {"class_path": "a.B"}}}
     read = yaml.safe_load(with_strategy(content, made))

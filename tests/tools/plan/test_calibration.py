@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,22 @@ COSTS = Calibration(
 #: The costs of accelerators.
 ON_DEVICES = replace(COSTS, select=None, decode=None)
 TRACE = Trace("job", tuple(TraceTensor(f"t{i}", (1000, 10), 0.01) for i in range(3)), 0.005, "made up")
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs the planner with a calibration in ``costs.json``, and returns what it prints."""
+
+    def run(costs: Calibration | dict[str, Any], systems: str = "ddp,saf-pooled", **options: Any) -> str:
+        monkeypatch.chdir(tmp_path)
+        if isinstance(costs, Calibration):
+            costs.save("costs.json")
+        else:
+            Path("costs.json").write_text(json.dumps(costs))
+        run_plan(**{"trace": "lstm", "calibration": "costs.json", "systems": systems} | options)
+        return " ".join(capsys.readouterr().out.split())
+
+    return run
 
 
 def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
@@ -123,18 +140,10 @@ def test_decoding_on_processors_waits_for_the_end_of_backward() -> None:
     assert beside.device == pytest.approx(3 * 0.01)
 
 
-def test_the_planner_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    COSTS.save(tmp_path / "costs.json")
+def test_the_planner_takes_the_file(tmp_path: Path, plan: Callable[..., str]) -> None:
     TRACE.save(tmp_path / "trace.json")
-    options: dict[str, Any] = {
-        "nodes": 4,
-        "gpus_per_node": 1,
-        "systems": ["syncea"],
-        "density": 0.01,
-        "calibration": str(tmp_path / "costs.json"),
-    }
-    run_plan(trace=str(tmp_path / "trace.json"), output=str(tmp_path / "out"), **options)
-    shown = " ".join(capsys.readouterr().out.split())
+    options = {"trace": "trace.json", "output": "out", "nodes": 4, "gpus_per_node": 1, "density": 0.01}
+    shown = plan(COSTS, "syncea", **options)
     assert "Costs: made up." in shown
     # one buffer of 30 000 elements, of which 300 are sent by each of four workers
     expected = 0.03 + (5e-3 + 9e-4) + (3e-3 + 1800 * 3e-6) + 1200 * 1e-7 + 0.005
@@ -153,53 +162,32 @@ def test_the_planner_takes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_the_hardware_is_that_of_the_job(
-    options: dict[str, Any],
-    title: str,
-    device: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], title: str, device: str, plan: Callable[..., str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    replace(ON_DEVICES, nodes=2, per_node=2, device="h100").save("costs.json")
-    run_plan("lstm", calibration="costs.json", systems="ddp,saf-pooled", **options)
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = plan(replace(ON_DEVICES, nodes=2, per_node=2, device="h100"), **options)
     assert title in printed
     assert f"Device: {device}" in printed
     assert ("It is the calibration's." in printed) == ("device" not in options)
 
 
-def test_workers_on_processors_count_as_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    replace(COSTS, nodes=2, per_node=2).save(tmp_path / "costs.json")
-    run_plan("lstm", calibration=str(tmp_path / "costs.json"), systems="ddp,saf-pooled")
-    printed = " ".join(capsys.readouterr().out.split())
+def test_workers_on_processors_count_as_nodes(plan: Callable[..., str]) -> None:
+    printed = plan(replace(COSTS, nodes=2, per_node=2))
     assert "4 x 1 workers (nodes and workers of a node as in" in printed
     assert "Costs: made up. Each worker counts as a node" in printed
 
 
-def test_files_that_do_not_say_on_how_many_nodes_they_were_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = tmp_path / "old.json"
-    ON_DEVICES.save(old)
-    content = json.loads(old.read_text())
-    for name in ("nodes", "per_node", "device"):
-        del content[name]
-    old.write_text(json.dumps(content))
+def test_files_that_do_not_say_on_how_many_nodes_they_were_made(plan: Callable[..., str]) -> None:
+    unplaced = {name: each for name, each in asdict(ON_DEVICES).items() if name not in ("nodes", "per_node", "device")}
+    old = {"format": "lightning-safusion-calibration", "version": 3, **unplaced}
     given: list[dict[str, Any]] = [{}, {"nodes": 2}]
     for options in given:
-        with pytest.raises(ValueError, match=r"old.json does not say .* 4 workers were: give --nodes and --gpus-per"):
-            run_plan("lstm", calibration=str(old), systems="ddp", **options)
-    run_plan("lstm", 2, 2, calibration=str(old), systems="ddp,saf-pooled")
-    printed = " ".join(capsys.readouterr().out.split())
+        with pytest.raises(ValueError, match=r"costs.json does not say .* 4 workers were: give --nodes and --gpus-per"):
+            plan(old, "ddp", **options)
+    printed = plan(old, nodes=2, gpus_per_node=2)
     assert "2 x 2 workers at" in printed
     assert "The calibration names none that is known: give --device." in printed
-    content |= {
-        name: asdict(COSTS)[name] for name in ("select", "decode")
-    }  # on processors each worker counts as a node
-    old.write_text(json.dumps(content))
-    run_plan("lstm", calibration=str(old), systems="ddp,saf-pooled")
-    assert "4 x 1 workers" in " ".join(capsys.readouterr().out.split())
+    # on processors each worker counts as a node
+    assert "4 x 1 workers" in plan(old | {name: asdict(COSTS)[name] for name in ("select", "decode")})
 
 
 def test_costs_of_devices_leave_the_work_to_be_counted(tmp_path: Path) -> None:
