@@ -107,7 +107,7 @@ def bench(
                 console.print(build_table(tables[-1][1], conditions))
     records = [as_record(rows, conditions) for conditions, rows in tables]
     (output / "bench.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
-    plot_tables(tables).savefig(output / "bench.png", dpi=120)
+    plot_tables([(conditions.title, rows) for conditions, rows in tables]).savefig(output / "bench.png", dpi=120)
     console.print(literal(f"written to {output}"))
 
 

@@ -103,8 +103,7 @@ def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[Non
         }
     )
     del trainer, strategy, environment
-    logs = Path(options.output) / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = Path(options.output, "logs")
     started = [_start(rank, options, logs / f"process-{rank}.log") for rank in range(1, count)]
     ending = threading.Event()
     threading.Thread(target=_watch, args=(started, ending, logs), daemon=True).start()

@@ -106,7 +106,7 @@ def write(
         writer = csv.writer(file)
         writer.writerow(["row", "round", "step", "seconds", "slowest_s", "loading_s"])
         writer.writerows(_steps(turns))
-    plot_tables([(conditions, figures)]).savefig(output / "bench.png", dpi=120)
+    plot_tables([(conditions.title, figures)]).savefig(output / "bench.png", dpi=120)
     console.print(literal(f"{written}, table and picture: {output}"))
 
 

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -156,21 +156,13 @@ def machine() -> dict[str, str]:
     return {"processor": platform.machine(), "cpu_kernels": kernels, **versions}
 
 
-class Titled(Protocol):
-    """The conditions of a table."""
-
-    @property
-    def title(self) -> str:
-        """In a line."""
-
-
-def plot_tables(tables: Sequence[tuple[Titled, Sequence[SystemFigures]]]) -> Figure:
-    """Bars of the median steps, quartiles on them, a panel for each table."""
+def plot_tables(tables: Sequence[tuple[str, Sequence[SystemFigures]]]) -> Figure:
+    """Bars of the median steps, quartiles on them, a panel for each table with its title."""
     from matplotlib.figure import Figure  # an extra: only where something is drawn
 
     count = max(len(rows) for _, rows in tables)
     figure = Figure(figsize=(8, len(tables) * (1.1 + 0.32 * count)), layout="constrained")
-    for axes, (conditions, rows) in zip(figure.subplots(len(tables), squeeze=False)[:, 0], tables, strict=True):
+    for axes, (title, rows) in zip(figure.subplots(len(tables), squeeze=False)[:, 0], tables, strict=True):
         ordered = list(reversed(rows))
         medians, lows, highs = (np.array([[row.step_s, row.low_s, row.high_s] for row in ordered]) * 1e3).T
         spread = [medians - lows, highs - medians]
@@ -180,7 +172,7 @@ def plot_tables(tables: Sequence[tuple[Titled, Sequence[SystemFigures]]]) -> Fig
             axes.annotate(f"  {row.over_floor:.2f}x", (row.high_s * 1e3, place), va="center", fontsize="small")
         floor = next((row.step_s for row in rows if row.system == FLOOR), 0.0)
         axes.axvline(floor * 1e3, color=_COLORS[FLOOR], linestyle=":")
-        axes.set_title(conditions.title, fontsize="small")
+        axes.set_title(title, fontsize="small")
         axes.margins(x=0.12)
         axes.set_xlabel("ms per step (and times the floor)")
     return figure

@@ -9,8 +9,9 @@ keys and positions once for every 8 bits of a key, and of what is chosen by posi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from lightning_safusion.tools.plan import work as fused
 from lightning_safusion.tools.plan.work import Span, Work
@@ -57,6 +58,9 @@ class Path(ABC):
     """A way from gradients to means. All return work by stage, as :data:`~lightning_safusion.tools.plan.work.STAGES`
     has them."""
 
+    #: Of a window, whatever its buffers.
+    end: ClassVar[Mapping[str, Work]] = {"operations": Work(1)}
+
     @abstractmethod
     def selection(self, span: Span) -> dict[str, Work]:
         """From gradients to a message."""
@@ -68,10 +72,6 @@ class Path(ABC):
     @abstractmethod
     def commitment(self, span: Span) -> dict[str, Work]:
         """What was sent leaves the residual."""
-
-    def end(self) -> dict[str, Work]:
-        """Of a window, whatever its buffers."""
-        return {"operations": Work(1)}
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class FusedKernels(Path):
 
     bits: int = 4
     compressor: str = "topk"
+    end = fused.END
 
     def selection(self, span: Span) -> dict[str, Work]:
         n, k, span = span.elements, span.entries, replace(span, bits=self.bits)
@@ -102,9 +103,6 @@ class FusedKernels(Path):
 
     def commitment(self, span: Span) -> dict[str, Work]:
         return fused.commitment(replace(span, bits=self.bits))
-
-    def end(self) -> dict[str, Work]:
-        return fused.END
 
 
 @dataclass(frozen=True)
@@ -123,6 +121,7 @@ class FusedShards(Path):
     scattered: float
     gathered: float
     bits: int = 4
+    end = fused.END
 
     def _part(self, span: Span, shards: int, entries: float, messages: int = 1) -> Span:
         """Some shards of a buffer with so many entries of each of the quota."""
@@ -156,9 +155,6 @@ class FusedShards(Path):
             return {}
         sent = fused.commitment(self._sent(span)).get("commit", Work())  # one worker sends nothing
         return {"commit": sent + fused.keeping(self._part(span, 1, self.gathered))}
-
-    def end(self) -> dict[str, Work]:
-        return fused.END
 
 
 @dataclass(frozen=True)

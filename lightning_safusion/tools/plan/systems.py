@@ -73,7 +73,7 @@ def build_schedule(name: str, job: Job) -> Schedule:
     job = _of_row(row, job)
     schedule = _engine_schedule(row.parts.settings, job)
     counted = row.sparse and job.cluster.device.selection is None
-    return replace(schedule, end=job.cluster.device.seconds(job.path.end())) if counted else schedule
+    return replace(schedule, end=job.cluster.device.seconds(job.path.end)) if counted else schedule
 
 
 def _engine_schedule(settings: EngineSettings, job: Job) -> Schedule:
