@@ -17,43 +17,22 @@ from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify import resolve_density, resolve_memory, resolve_sparsifier
+from tests.models import equal
 
 #: Uneven on purpose: norms and biases, an empty tensor, one element, and sizes on both sides of 64 Ki.
-SHAPES: tuple[tuple[int, ...], ...] = (
-    (40, 30),
-    (40,),
-    (1,),
-    (64, 9, 3),
-    (64,),
-    (0,),
-    (300, 230),
-    (230,),
-    (7, 11),
-    (3,),
-)
+SHAPES = ((40, 30), (40,), (1,), (64, 9, 3), (64,), (0,), (300, 230), (230,), (7, 11), (3,))
 
 
 def settings(
-    compressor: Any = "topk",
-    density: Any = 0.05,
-    fusion: Any = "aligned",
-    memory: Any = "residual",
-    **options: Any,
+    compressor: Any = "topk", density: Any = 0.05, fusion: Any = "aligned", memory: Any = "residual", **options: Any
 ) -> EngineSettings:
-    """Settings from names."""
-    return EngineSettings(
-        resolve_sparsifier(compressor),
-        resolve_density(density),
-        resolve_fusion(fusion),
-        resolve_memory(memory),
-        **options,
-    )
+    parts = resolve_sparsifier(compressor), resolve_density(density), resolve_fusion(fusion), resolve_memory(memory)
+    return EngineSettings(*parts, **options)
 
 
 def specs(
     shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32, dense: Sequence[int] = ()
 ) -> list[TensorSpec]:
-    """Tensors ``t0``, ``t1``, ... of these shapes."""
     return [TensorSpec(f"t{i}", i, shape, int(np.prod(shape)), dtype, i in dense) for i, shape in enumerate(shapes)]
 
 
@@ -85,18 +64,14 @@ class Cluster:
         self.transports = local_transports(world_size, timeout=60.0)
         self.pool = ThreadPoolExecutor(world_size)
         self.settings = [make_settings() for _ in range(world_size)]
-        self.engines: list[Engine] = self.each(
-            lambda rank: build_engine(
-                self.settings[rank],
-                self.specs,
-                self.transports[rank],
-                torch.device("cpu"),
-                JobTraits(measure=measure, deferred=deferred, node=nodes[rank] if nodes is not None else None),
-            )
-        )
+
+        def build(rank: int) -> Engine:
+            traits = JobTraits(measure=measure, deferred=deferred, node=nodes[rank] if nodes is not None else None)
+            return build_engine(self.settings[rank], self.specs, self.transports[rank], torch.device("cpu"), traits)
+
+        self.engines: list[Engine] = self.each(build)
 
     def each(self, fn: Callable[[int], Any]) -> list[Any]:
-        """Calls ``fn(rank)`` on every worker at once."""
         return list(self.pool.map(fn, range(len(self.transports))))
 
     def errors(self, grads: Sequence[Sequence[Tensor]]) -> list[list[str]]:
@@ -121,15 +96,9 @@ class Cluster:
         fresh: Sequence[Sequence[bool]] | None = None,
         order: Sequence[int] | None = None,
     ) -> list[list[Tensor]]:
-        """One backward window.
+        """What each rank's gradients become in one window.
 
-        Args:
-            grads: By rank and registration index, flat; not changed.
-            fresh: By rank and registration index.
-            order: Registration indices in the order of arrival.
-
-        Returns:
-            What each rank's gradients became.
+        ``grads`` (flat, not changed) and ``fresh`` are by rank and registration index, ``order`` is that of arrival.
         """
 
         def run(rank: int) -> list[Tensor]:
@@ -145,13 +114,12 @@ class Cluster:
     def random_grads(self, seed: int) -> list[list[Tensor]]:
         """Heavy-tailed gradients of very different scales, as real ones are."""
         generator = torch.Generator().manual_seed(seed)
-        return [
-            [
-                (torch.randn(s.numel, generator=generator) ** 3 * 10.0 ** (s.index % 4 - 2)).to(s.dtype)
-                for s in self.specs
-            ]
-            for _ in self.transports
-        ]
+
+        def random(spec: TensorSpec) -> Tensor:
+            scale = 10.0 ** (spec.index % 4 - 2)
+            return (torch.randn(spec.numel, generator=generator) ** 3 * scale).to(spec.dtype)
+
+        return [[random(spec) for spec in self.specs] for _ in self.transports]
 
     def residual(self, rank: int, index: int) -> Tensor:
         """What a rank still holds back of a tensor, float64."""
@@ -166,33 +134,27 @@ class Cluster:
         return [self.residual(rank, index).clone() for rank in ranks for index in indices]
 
     def close(self) -> None:
-        """Ends the threads."""
         self.pool.shutdown()
 
 
 def conserved(cluster: Cluster, steps: int = 6) -> tuple[list[Tensor], list[Tensor]]:
     """Sum over steps of world_size * update plus residuals, and the sum of all gradients, float64, by tensor."""
-    n = len(cluster.transports)
+    n, places = len(cluster.transports), range(len(cluster.specs))
     done = [torch.zeros(s.numel, dtype=torch.float64) for s in cluster.specs]
     given = [torch.zeros(s.numel, dtype=torch.float64) for s in cluster.specs]
     for step in range(steps):
         grads = cluster.random_grads(step)
         means = cluster.step(grads)
-        for rank in range(1, n):
-            assert all(torch.equal(a, b) for a, b in zip(means[0], means[rank], strict=True)), "replicas differ"
-        for i in range(len(cluster.specs)):
+        assert all(equal(means[0], other) for other in means[1:]), "replicas differ"
+        for i in places:
             done[i] += n * means[0][i].double()
-            given[i] += sum(grads[rank][i].double() for rank in range(n))
-    for i in range(len(cluster.specs)):
-        done[i] += sum(cluster.residual(rank, i) for rank in range(n))
-    return done, given
+            given[i] += sum(mine[i].double() for mine in grads)
+    return [done[i] + sum(cluster.residual(rank, i) for rank in range(n)) for i in places], given
 
 
 def assert_conserved(cluster: Cluster, steps: int = 5) -> None:
     """Replicas are equal, and all gradients are in the updates or in a residual."""
     done, given = conserved(cluster, steps)
     for spec, a, b in zip(cluster.specs, done, given, strict=True):
-        scale = float(b.abs().max()) if b.numel() else 1.0
-        torch.testing.assert_close(
-            a, b, rtol=0, atol=2e-5 * max(scale, 1e-30), msg=lambda m, name=spec.name: f"{name}: {m}"
-        )
+        bound = 2e-5 * max(float(b.abs().max()) if b.numel() else 1.0, 1e-30)
+        torch.testing.assert_close(a, b, rtol=0, atol=bound, msg=lambda m, name=spec.name: f"{name}: {m}")

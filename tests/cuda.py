@@ -94,7 +94,6 @@ class Allocated(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes."""
         self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
         return sum(nbytes for _, nbytes in self._alive.values())
 
@@ -167,8 +166,6 @@ class Stream:
 
 
 class Event:
-    """Stands in for torch.cuda.Event."""
-
     def __init__(self, enable_timing: bool = False) -> None:
         self.recorded = False
         self.at = 0.0

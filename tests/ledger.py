@@ -10,29 +10,39 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_safusion import SAFusionStrategy
 from lightning_safusion.fusion.state import local_state
 
 Sums = dict[str, Tensor]  # by parameter name, float64, of this rank
 
 
-class Ledger(Callback):
+class HeldBack(Callback):
+    """Notes what the strategy holds back at the end, where there is an engine."""
+
+    def __init__(self) -> None:
+        self.held: Sums = {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        engine = getattr(trainer.strategy, "engine", None)
+        residual = local_state(engine)["memory"]["residual"] if engine is not None else {}
+        self.held = {name: held.double().clone() for name, held in residual.items()}
+
+
+class Ledger(HeldBack):
     """Sums over a training on one rank, by parameter name.
 
     Attributes:
         local: This rank's own gradients, by a backward pass of its own that no hook sees.
         delivered: What the real backward passes have added to ``.grad``.
         used: What optimizers have stepped with.
-        held: What the strategy holds back at the end.
         steps: By parameter name, for every optimizer step: its gradient, and the sum of this rank's own gradients since
             ``.grad`` was last empty.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.local: Sums = {}
         self.delivered: Sums = {}
         self.used: Sums = {}
-        self.held: Sums = {}
         self.steps: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._before: dict[str, Tensor] = {}
         self._since_empty: dict[str, Tensor] = {}
@@ -62,22 +72,9 @@ class Ledger(Callback):
             step = parameter.grad.double().clone(), self._since_empty[name].clone()
             self.steps.setdefault(name, []).append(step)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer.strategy, SAFusionStrategy)
-        assert trainer.strategy.engine is not None
-        residual = local_state(trainer.strategy.engine)["memory"]["residual"]
-        self.held = {name: held.double().clone() for name, held in residual.items()}
-
 
 def assert_balanced(mine: Ledger, theirs: Ledger, to: Literal["delivered", "used"], names: Sequence[str] = ()) -> None:
-    """All that two ranks have computed has been delivered (or: was used), or is held back.
-
-    Args:
-        mine: Of one rank.
-        theirs: Of the other.
-        to: What gradients went to.
-        names: Parameters to look at; all by default.
-    """
+    """All that two ranks have computed of these parameters has been delivered (or: was used), or is held back."""
     assert any(bool(held.any()) for held in mine.held.values())
     for name in names or mine.held:
         given = mine.local[name] + theirs.local[name]

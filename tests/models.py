@@ -1,22 +1,25 @@
-"""Small LightningModules and data that the tests train."""
+"""Small LightningModules and data that the tests train, and what such a training ends with."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.process_group import run_launched
+
 
 class TinyClassifier(LightningModule):
-    """Two layers with a norm, and tensors of 1 to 8192 elements."""
+    """Two layers with a norm, and tensors of 1 to 8192 elements; ``make`` may make another optimizer."""
 
-    def __init__(self, lr: float = 0.1, seed: int = 0) -> None:
+    def __init__(self, lr: float = 0.1, seed: int = 0, make: Callable[[Any], Any] | None = None) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.lr = lr
+        self.lr, self.make = lr, make
         self.net = nn.Sequential(nn.Linear(32, 256), nn.LayerNorm(256), nn.ReLU(), nn.Linear(256, 10))
         self.temperature = nn.Parameter(torch.ones(1))
         self.losses: list[float] = []
@@ -30,7 +33,7 @@ class TinyClassifier(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
+        return self.make(self.parameters()) if self.make else torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
 
 
 class TakeTurns(TinyClassifier):
@@ -100,3 +103,36 @@ def trainer(strategy: Any, **options: Any) -> Trainer:
 def switched(job: Trainer) -> int:
     """How many optimizers step with their momentum switched off, which a hook before their steps does."""
     return sum(bool(optimizer._optimizer_step_pre_hooks) for optimizer in job.optimizers)
+
+
+class Fitted(NamedTuple):
+    """What a training has ended with on one rank."""
+
+    weights: list[Tensor]
+    losses: list[float]
+    figures: dict[str, Any]  # of this package's strategy
+
+
+def fit(strategy: Any, model: LightningModule | None = None, **options: Any) -> Fitted:
+    """Trains on this rank, a :class:`TinyClassifier` by default; ``options`` are the trainer's."""
+    model = TinyClassifier() if model is None else model
+    trainer(strategy, **options).fit(model, classification())
+    return Fitted(weights(model), getattr(model, "losses", []), getattr(strategy, "figures", dict)())
+
+
+def fit_both(strategy: Any, model: LightningModule | None = None, **options: Any) -> list[Fitted]:
+    """The same on each of two ranks that a launcher has started."""
+    return run_launched(2, lambda rank: fit(strategy, model, **options))
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))

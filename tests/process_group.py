@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import io
 import multiprocessing
 import os
 import pickle
+import runpy
 import socket
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,16 +33,8 @@ def run_ranks(
     """Calls ``fn(rank, *args)`` in ``world_size`` forked processes that share a gloo process group.
 
     Forked children see closures, fixtures and patched modules of the test; they compute with one thread.
-
-    Args:
-        world_size: Number of processes.
-        fn: Called with the rank first; the default process group is initialised. Its result must be picklable.
-        args: Further arguments.
-        timeout: Seconds for everything, and for each collective.
-        group: Initialise the process group.
-
-    Returns:
-        The results in rank order.
+    ``fn`` may have anything for its result that can be pickled; results come in rank order. ``timeout`` is in seconds,
+    for everything and for each collective; without ``group`` there is no process group.
 
     Raises:
         RuntimeError: If a rank raised or died; the message holds the tracebacks of all ranks that failed.
@@ -74,13 +71,8 @@ def _child(
     gc.freeze()  # as in conftest.py, with what has been imported since
     try:
         if store is not None:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout),
-            )
+            place = {"store": dist.FileStore(store, world_size), "rank": rank, "world_size": world_size}
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **place)
         sender.send_bytes(pickle.dumps((True, fn(rank, *args))))
         # A rank that leaves early closes connections that others may still be opening or reading from.
         sender.poll(timeout)
@@ -101,7 +93,6 @@ def _collect(pipes: dict[Connection, int], timeout: float) -> list[Any]:
         if not ready:
             break
         for pipe in ready:
-            assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
                 succeeded, value = pickle.loads(pipe.recv_bytes())  # noqa: S301 (from our own child)
@@ -131,15 +122,20 @@ def run_launched(world_size: int, fn: Callable[..., Any], *args: Any, timeout: f
         port = probe.getsockname()[1]
 
     def launched(rank: int) -> Any:
-        os.environ.update(
-            {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_RANK": str(rank),
-                "NODE_RANK": "0",
-            }
-        )
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
+        os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         return fn(rank, *args)
 
     return run_ranks(world_size, launched, timeout=timeout, group=False)
+
+
+def run_script(script: Path, folder: Path, world_size: int = 2) -> list[str]:
+    def run(rank: int) -> str:
+        os.chdir(folder)
+        sys.argv = [str(script)]
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            runpy.run_path(str(script), run_name="__main__")
+        return printed.getvalue()
+
+    return run_launched(world_size, run, timeout=120)

@@ -9,12 +9,7 @@ import pytest
 
 
 def quick_of(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Parameters of a test.
-
-    Args:
-        values: All of them.
-        quick: Those that are quick; all others are slow tests.
-    """
+    """Parameters of a test; all that are not among ``quick`` run with the slow tests alone."""
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 

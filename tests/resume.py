@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.models import trainer
+from tests.models import trainer, weights
 
 
 class InGroup(ClusterEnvironment):
@@ -85,7 +85,6 @@ class At(Callback):
 
 
 def saving(path: Path | str, step: int) -> At:
-    """Saves a checkpoint after ``step`` steps."""
     return At(step, lambda trainer: trainer.save_checkpoint(path))
 
 
@@ -114,21 +113,18 @@ def run(
 
 
 def parameters(job: Trainer) -> list[Tensor]:
-    return [p.detach().clone() for p in job.lightning_module.parameters()]
+    return weights(job.lightning_module)
 
 
 def part_file(folder: Path, rank: int) -> Path:
-    """A rank's part, the only one in the folder."""
     (found,) = folder.glob(f"rank_{rank:05d}-*.pt")
     return found
 
 
 def held_back(folder: Path, rank: int) -> dict[str, Tensor]:
-    """Residuals in a rank's part."""
     return torch.load(part_file(folder, rank), weights_only=True)["memory"]["residual"]
 
 
 def mass(folder: Path, world_size: int) -> dict[str, Tensor]:
-    """Mean of the residuals over the ranks, float64."""
     parts = [held_back(folder, rank) for rank in range(world_size)]
     return {name: sum(part[name].double() for part in parts) / world_size for name in parts[0]}

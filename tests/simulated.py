@@ -16,11 +16,9 @@ class SimulatedTime(threading.local):
         self._now = 0.0
 
     def now(self) -> float:
-        """Seconds, as ``time.perf_counter`` would say."""
         return self._now
 
     def sleep(self, seconds: float) -> None:
-        """Lets time pass."""
         self._now += max(0.0, seconds)
 
     def rule(self, monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:

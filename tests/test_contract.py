@@ -23,9 +23,11 @@ from lightning_safusion import (
     Selection,
     Sparsifier,
 )
+from lightning_safusion.comm import LinearCost
+from lightning_safusion.fusion import build, replan
 from lightning_safusion.integration.signals import DeferredSignals
 from tests.cluster import Cluster, settings
-from tests.models import Orthogonalized, TinyClassifier, classification, switched, trainer
+from tests.models import Fitted, Orthogonalized, TinyClassifier, distance, equal, fit, fit_both, switched
 from tests.process_group import run_launched
 
 
@@ -34,21 +36,16 @@ class Foreign(Sparsifier):
 
     name = "foreign"
 
-    def __init__(self, spoil: Callable[[Tensor, Tensor], Any] = lambda indices, values: None) -> None:
+    def __init__(self, spoil: Callable[[Tensor, Tensor], Any]) -> None:
         self.spoil = spoil
 
     def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
         indices = x.abs().topk(min(segments.capacity, len(x))).indices.sort().values
-        spoiled = self.spoil(indices, x[indices])
-        return Selection(indices, x[indices], len(indices)) if spoiled is None else spoiled
-
-
-def reversed_(i: Tensor, v: Tensor) -> Selection:
-    return Selection(i.flip(0), v.flip(0), len(i))
+        return self.spoil(indices, x[indices])
 
 
 SPOILED: list[tuple[Callable[[Tensor, Tensor], Any], str]] = [
-    (reversed_, "not ascending"),
+    (lambda i, v: Selection(i.flip(0), v.flip(0), len(i)), "not ascending"),
     (lambda i, v: Selection(i.clamp(min=int(i[1])), v, len(i)), "unique"),
     (lambda i, v: Selection(i + 10**6, v, len(i)), "below"),
     (lambda i, v: Selection(i.int(), v, len(i)), "int64"),
@@ -69,17 +66,7 @@ def test_a_compressor_that_breaks_the_contract_is_told(spoil: Any, message: str)
     cluster.close()
 
 
-def test_one_that_keeps_it_trains() -> None:
-    cluster = Cluster(2, lambda: settings(compressor=Foreign(), collective="allgather"))
-    for step in range(4):
-        means = cluster.step(cluster.random_grads(step))
-        assert all(torch.equal(a, b) for a, b in zip(*means, strict=True))
-    cluster.close()
-
-
 class Nonsense(DensitySchedule):
-    """Returns what it is given."""
-
     def __init__(self, value: Any) -> None:
         self.value = value
 
@@ -96,29 +83,31 @@ def test_a_schedule_that_returns_no_density_is_refused_by_value(value: Any) -> N
 
 
 def test_what_a_compressor_learns_stays_in_its_job() -> None:
-    def fit(rank: int) -> bool:
+    def run(rank: int) -> bool:
         strategy = SAFusionStrategy(compressor="oktopk", density=0.1, collective="allgather")
         before = strategy.settings.compressor.state_dict()
-        trainer(strategy, limit_train_batches=8).fit(TinyClassifier(), classification())
+        fit(strategy, limit_train_batches=8)
         return strategy.settings.compressor.state_dict() == before
 
-    assert all(run_launched(2, fit))
+    assert all(run_launched(2, run))
 
 
 @pytest.mark.parametrize(("memory", "momentum", "dampening"), [(DGCMemory(0.9), 0.9, 0.0), (EF21Memory(0.8), 0.8, 0.8)])
 def test_a_memory_with_momentum_keeps_it_on_one_worker(memory: Memory, momentum: float, dampening: float) -> None:
-    def weights(strategy: Any, **options: float) -> list[Tensor]:
-        model = TinyClassifier()
-        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), 0.05, **options)  # type: ignore[method-assign]  # another optimizer for this model
-        trainer(strategy, devices=1, use_distributed_sampler=False, limit_train_batches=8).fit(model, classification())
-        return [p.detach() for p in model.parameters()]
+    def trained(strategy: Any, **options: float) -> list[Tensor]:
+        model = TinyClassifier(make=lambda params: torch.optim.SGD(params, 0.05, **options))
+        return fit(strategy, model, devices=1, use_distributed_sampler=False, limit_train_batches=8).weights
 
     def both(rank: int) -> float:
-        ours = weights(SAFusionStrategy(density=1.0, memory=memory))
-        theirs = weights("auto", momentum=momentum, dampening=dampening)
-        return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+        ours = trained(SAFusionStrategy(density=1.0, memory=memory))
+        return distance(ours, trained("auto", momentum=momentum, dampening=dampening))
 
     assert run_launched(1, both)[0] < 1e-5
+
+
+def on_a_network(monkeypatch: pytest.MonkeyPatch, sparse: LinearCost, dense: LinearCost) -> None:
+    costs = {"allgather": sparse, "allreduce": dense}
+    monkeypatch.setattr(build, "calibrate", lambda transport, device: costs)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -129,41 +118,21 @@ def test_a_memory_with_momentum_keeps_it_on_one_worker(memory: Memory, momentum:
 def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
     monkeypatch: pytest.MonkeyPatch, density: float | ConstantDensity, steps: int, accumulate: int
 ) -> None:
-    from lightning_safusion.comm import LinearCost
-    from lightning_safusion.fusion import build
-
-    # a network on which a sparse exchange never pays
-    costs = {"allgather": LinearCost(1.0, 1.0), "allreduce": LinearCost(1e-6, 1e-12)}
-    monkeypatch.setattr(build, "calibrate", lambda transport, device: costs)
-
-    def run(rank: int) -> tuple[Any, Any, int, list[Tensor], list[Tensor]]:
-        model = TinyClassifier()
-        strategy = SAFusionStrategy(density=density)
-        plain = TinyClassifier()
-        for chosen, trained in ((strategy, model), ("ddp", plain)):
-            options = {"max_epochs": 4, "max_steps": steps, "accumulate_grad_batches": accumulate}
-            trainer(chosen, **options).fit(trained, classification())
-        report = strategy.figures()
-        weights = [[p.detach() for p in trained.parameters()] for trained in (model, plain)]
-        return report["plain_ddp"], report["bytes_sent"], report["windows"], *weights
-
-    (reason, sent, windows, first, plain), (*_, second, _) = run_launched(2, run)
-    assert "predicted to be faster" in reason
-    assert sent is None  # plain DDP says nothing of it
-    assert isinstance(density, ConstantDensity) or windows > 59  # not before the density has come down
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    for a, b in zip(first, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    on_a_network(monkeypatch, LinearCost(1.0, 1.0), LinearCost(1e-6, 1e-12))  # a sparse exchange never pays
+    options = {"max_epochs": 4, "max_steps": steps, "accumulate_grad_batches": accumulate}
+    (first, _, report), (second, _, _) = fit_both(SAFusionStrategy(density=density), **options)
+    (plain, _, _), _ = fit_both("ddp", **options)
+    assert "predicted to be faster" in report["plain_ddp"]
+    assert report["bytes_sent"] is None  # plain DDP says nothing of it
+    assert isinstance(density, ConstantDensity) or report["windows"] > 59  # not before the density has come down
+    assert equal(first, second)
+    torch.testing.assert_close(first, plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
 def slow_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network on which a sparse exchange always pays, and selection that takes longer than what it saves."""
-    from lightning_safusion.comm import LinearCost
-    from lightning_safusion.fusion import build, replan
-
-    costs = {"allgather": LinearCost(1e-6, 1e-12), "allreduce": LinearCost(1.0, 1.0)}
-    monkeypatch.setattr(build, "calibrate", lambda transport, device: costs)
+    on_a_network(monkeypatch, LinearCost(1e-6, 1e-12), LinearCost(1.0, 1.0))
     monkeypatch.setattr(replan, "predict_plain_ddp", lambda costs: 0.0)
     monkeypatch.setattr(replan, "LENIENCE", 10.0)  # windows this short are noise
 
@@ -175,34 +144,29 @@ def test_plain_ddp_takes_over_from_sparse_windows(kind: str) -> None:
     if kind == "Muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("this version of torch has no Muon")
 
-    def run(rank: int) -> tuple[dict[str, Any], list[str], int, list[Tensor]]:
-        model = Orthogonalized() if kind == "Muon" else TinyClassifier()
-        if kind == "AdamW":
-            model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters())  # type: ignore[method-assign]  # another optimizer for this model
+    def run(rank: int) -> tuple[Fitted, list[str], int]:
+        model = (
+            Orthogonalized() if kind == "Muon" else TinyClassifier(make=torch.optim.AdamW if kind == "AdamW" else None)
+        )
         strategy = SAFusionStrategy(density=ConstantDensity(0.05))
-        carried: list[bool] = []
-        deferred: list[bool] = []
+        seen: list[tuple[bool, bool]] = []
 
         def look(trainer: Trainer, *_: Any) -> None:
-            carried.append(bool(switched(trainer)))
-            deferred.append(isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), DeferredSignals))
+            handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+            seen.append((bool(switched(trainer)), isinstance(handler, DeferredSignals)))
 
-        watch = LambdaCallback(on_train_batch_end=look)
-        run = trainer(strategy, max_epochs=4, limit_train_batches=10, callbacks=[watch])
-        run.fit(model, classification())
-        held = strategy.settings.memory.accumulated(0, 1).numel()
-        assert carried[0] == (kind != "SGD")  # the memory carries its momentum until then
-        assert not carried[-1]
-        assert deferred[0]
-        assert not deferred[-1]  # no message would carry the news of a signal
-        return strategy.figures(), actions(strategy), held, [p.detach() for p in model.parameters()]
+        callbacks = [LambdaCallback(on_train_batch_end=look)]
+        fitted = fit(strategy, model, max_epochs=4, limit_train_batches=10, callbacks=callbacks)
+        # the memory carries the momentum, and messages the news of signals, until then
+        assert (seen[0], seen[-1]) == ((kind != "SGD", True), (False, False))
+        return fitted, actions(strategy), strategy.settings.memory.accumulated(0, 1).numel()
 
-    (report, decided, held, first), (_, _, _, second) = run_launched(2, run)
+    ((first, _, report), decided, held), ((second, _, _), _, _) = run_launched(2, run)
     assert "predicted to be faster" in report["plain_ddp"]
     assert report["windows"] > 20  # exchanged before
     assert decided[-2:] == ["dense", "keep"]
     assert held == 0  # the residual was emptied, and is freed
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert equal(first, second)
 
 
 class Abandoned(TinyClassifier):
@@ -222,8 +186,7 @@ class Abandoned(TinyClassifier):
 def test_the_engine_goes_on_where_something_is_held_back() -> None:
     def run(rank: int) -> tuple[dict[str, Any], list[str]]:
         strategy = SAFusionStrategy(density=ConstantDensity(0.05), find_unused_parameters=True)
-        trainer(strategy, max_epochs=4, limit_train_batches=12).fit(Abandoned(), classification())
-        return strategy.figures(), actions(strategy)
+        return fit(strategy, Abandoned(), max_epochs=4, limit_train_batches=12).figures, actions(strategy)
 
     report, decided = run_launched(2, run)[0]
     assert report["plain_ddp"] is None
@@ -237,21 +200,11 @@ def actions(strategy: SAFusionStrategy) -> list[str]:
     return [decision.action for decision in strategy.decisions if decision.action != "stay"]
 
 
-def test_misspelled_arguments_are_found_at_once() -> None:
-    with pytest.raises(TypeError, match="Did you mean 'density'"):
-        SAFusionStrategy(densty=0.1)
-    with pytest.raises(TypeError, match=r"write \['\*.bias'\]"):
-        SAFusionStrategy(dense="*.bias")  # type: ignore[arg-type]  # what is refused
-
-
 def test_a_lazy_module_is_named() -> None:
-    def run(rank: int) -> str:
+    def run(rank: int) -> None:
         model = TinyClassifier()
         model.lazy = nn.LazyLinear(3)
-        try:
-            trainer(SAFusionStrategy(density=0.1)).fit(model, classification())
-        except Exception as error:
-            return str(error)
-        return ""
+        with pytest.raises(Exception, match="lazy.weight"):
+            fit(SAFusionStrategy(density=0.1), model)
 
-    assert all("lazy.weight" in message for message in run_launched(2, run))
+    run_launched(2, run)

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnException
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.integration import attendance
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import TinyClassifier, classification, fit, trainer
 from tests.process_group import run_launched
 
 
@@ -36,8 +36,7 @@ class Fails(Callback):
 class Keeps(OnExceptionCheckpoint):
     """Leaves its file when the trainer ends."""
 
-    def teardown(self, *args: Any) -> None:
-        """Nothing to do."""
+    def teardown(self, *args: Any) -> None: ...
 
 
 def strategy(collective: Any = "allgather") -> SAFusionStrategy:
@@ -47,7 +46,7 @@ def strategy(collective: Any = "allgather") -> SAFusionStrategy:
 def failed(callbacks: list[Callback], chosen: SAFusionStrategy) -> str:
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     with pytest.raises((ArithmeticError, RuntimeError)) as caught:
-        trainer(chosen, callbacks=callbacks, enable_checkpointing=saves).fit(TinyClassifier(), classification())
+        fit(chosen, callbacks=callbacks, enable_checkpointing=saves)
     return type(caught.value).__name__
 
 

@@ -1,10 +1,4 @@
-"""On a CUDA device: NCCL with streams, gloo, and a hot path that never makes the host wait. Skipped without one.
-
-Covers: one worker over NCCL with the hook in place, against plain training and against the CPU, with one
-    lane and two, and with selection on the host; two workers that share
-    the device over gloo; ``set_sync_debug_mode("error")`` through whole steps; Trainer runs with the strategy;
-    the Triton kernels: who takes them, against the CPU, and without waiting.
-"""
+"""On a CUDA device: NCCL with streams, gloo, and a hot path that never makes the host wait. Skipped without one."""
 
 from __future__ import annotations
 
@@ -30,7 +24,7 @@ from lightning_safusion.kernels.cuda import serves
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from tests.cluster import settings
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import TinyClassifier, equal, fit, weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -68,45 +62,31 @@ def train(
         torch.cuda.set_sync_debug_mode("default")
     engine.settle()
     hook.close()
-    return [param.detach().cpu() for param in model.parameters()]
+    return weights(model.cpu())
 
 
-def over(rank: int, backend: str, world_size: int, folder: str, **options: Any) -> list[Tensor]:
+def over(rank: int, backend: str, world_size: int, folder: str, device: torch.device = DEVICE, **options: Any) -> Any:
     torch.cuda.set_device(DEVICE)
-    dist.init_process_group(backend, init_method=f"file://{folder}/{backend}", rank=rank, world_size=world_size)
+    store = f"file://{folder}/{backend}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
     try:
-        return train(rank, backend, DEVICE, **options)
+        return train(rank, backend, device, **options)
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("compressor", ["topk", "gaussiank", "randomk", "none"])
-def test_nccl_streams_give_the_numbers_of_the_cpu(tmp_path: Path, compressor: str) -> None:
-    density = 1.0 if compressor == "none" else 0.05
-    on_gpu = over(0, "nccl", 1, str(tmp_path), compressor=compressor, density=density)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/cpu", rank=0, world_size=1)
-    try:
-        on_cpu = train(0, "gloo", torch.device("cpu"), compressor=compressor, density=density)
-    finally:
-        dist.destroy_process_group()
-    for ours, theirs in zip(on_gpu, on_cpu, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+COMPRESSORS = [{"compressor": name} for name in ("topk", "gaussiank", "randomk")]
+LANES = [{"fusion": Selective(2), "collective": "hybrid", "offload": offload} for offload in (False, True)]
 
 
-@pytest.mark.parametrize("offloads", [False, True])
-def test_two_lanes_and_selection_on_the_host_give_them_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offloads: bool
+@pytest.mark.parametrize("options", [*COMPRESSORS, {"compressor": "none", "density": 1.0}, *LANES], ids=str)
+def test_nccl_streams_give_the_numbers_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(offloaded, "NOMINAL_HOST", LinearCost(0.0, 0.0))  # the host takes all that it may
-    options: dict[str, Any] = {"fusion": Selective(2), "collective": "hybrid"}
-    on_gpu = over(0, "nccl", 1, str(tmp_path), offload=offloads, **options)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/cpu", rank=0, world_size=1)
-    try:
-        on_cpu = train(0, "gloo", torch.device("cpu"), **options)
-    finally:
-        dist.destroy_process_group()
-    for ours, theirs in zip(on_gpu, on_cpu, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    on_gpu = over(0, "nccl", 1, str(tmp_path), **options)
+    on_cpu = over(0, "gloo", 1, str(tmp_path), torch.device("cpu"), **(options | {"offload": False}))
+    torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-3, atol=1e-3)
 
 
 def share_the_device(rank: int, folder: str) -> None:
@@ -115,27 +95,19 @@ def share_the_device(rank: int, folder: str) -> None:
 
 def test_two_workers_on_one_device_over_gloo(tmp_path: Path) -> None:
     torch.multiprocessing.start_processes(share_the_device, (str(tmp_path),), nprocs=2, start_method="spawn")
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-class PlainSGD(TinyClassifier):
-    """Its momentum is the memory's."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.02)
+    assert equal(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
 def test_a_trainer_on_one_device_over_nccl(precision: Any) -> None:
     # this memory keeps the hook in place with one worker
     strategy = SAFusionStrategy(compressor="topk", density=0.1, memory="dgc", collective="allgather")
-    model = PlainSGD()
-    trainer(strategy, accelerator="gpu", devices=1, precision=precision).fit(model, classification())
-    assert strategy.figures()["plain_ddp"] is None
-    assert strategy.figures()["windows"] > 30
-    assert all(torch.isfinite(param).all() for param in model.parameters())
-    assert sum(model.losses[-10:]) < sum(model.losses[:10])
+    model = TinyClassifier(make=lambda params: torch.optim.SGD(params, 0.02))  # its momentum is the memory's
+    params, losses, figures = fit(strategy, model, accelerator="gpu", devices=1, precision=precision)
+    assert figures["plain_ddp"] is None
+    assert figures["windows"] > 30
+    assert all(torch.isfinite(param).all() for param in params)
+    assert sum(losses[-10:]) < sum(losses[:10])
 
 
 def many_tensors() -> tuple[Tensor, Segments]:

@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -30,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.hook import DDPHook
-from lightning_safusion.fusion.state import local_state
-from tests.models import TinyClassifier, classification, trainer
+from tests.ledger import HeldBack
+from tests.models import TinyClassifier, classification, distance, equal, fit, trainer, weights
 from tests.process_group import run_launched
 from tests.quick import quick_of
 
@@ -39,8 +32,6 @@ SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}
 
 
 class Evaluated(TinyClassifier):
-    """Also validates, tests and predicts."""
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
 
@@ -88,16 +79,14 @@ def test_fit_twice_and_evaluate_in_between() -> None:
         assert len(run.predict(model, data)) == 20
         run.fit_loop.max_epochs = 3
         run.fit(model, data, data)
-        return [p.detach() for p in model.parameters()], strategy.figures()["windows"]
+        return weights(model), strategy.figures()["windows"]
 
     (first, windows), (second, _) = run_launched(2, run)
     assert windows == 10
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert equal(first, second)
 
 
-class Failing(Evaluated):
-    """Fails in one step on every rank."""
-
+class Failing(TinyClassifier):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.trainer.global_step == 3:
             raise ArithmeticError("on purpose")
@@ -106,22 +95,20 @@ class Failing(Evaluated):
 def test_a_trainer_after_one_that_failed() -> None:
     def run(rank: int) -> tuple[int, list[Tensor]]:
         with pytest.raises(ArithmeticError, match="on purpose"):
-            trainer(SAFusionStrategy(**SPARSE)).fit(Failing(), classification())
+            fit(SAFusionStrategy(**SPARSE), Failing())
         (left,) = alive(DDPHook)
-        model = Evaluated()
-        trainer(SAFusionStrategy(**SPARSE), limit_train_batches=5).fit(model, classification())
-        return left, [p.detach() for p in model.parameters()]
+        return left, fit(SAFusionStrategy(**SPARSE), limit_train_batches=5).weights
 
     (left, first), (_, second) = run_launched(2, run)
     assert left <= 1  # what the exception's traceback still holds
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert equal(first, second)
 
 
 #: What a Trainer can be asked for, made anew for every training; and the steps that it then takes.
 FEATURES: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
-    "swa": (lambda: {"callbacks": [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]}, 12),
-    "ema": (lambda: {"callbacks": [EMAWeightAveraging(decay=0.9)]}, 12),
-    "accumulation scheduler": (lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}, 9),
+    "swa": (lambda: {"callbacks": [callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)]}, 12),
+    "ema": (lambda: {"callbacks": [callbacks.EMAWeightAveraging(decay=0.9)]}, 12),
+    "accumulation scheduler": (lambda: {"callbacks": [callbacks.GradientAccumulationScheduler({0: 1, 1: 2})]}, 9),
     "barebones": (lambda: {"barebones": True}, 12),
     "anomaly detection": (lambda: {"detect_anomaly": True}, 12),
     "overfit_batches": (lambda: {"overfit_batches": 3}, 6),
@@ -158,17 +145,17 @@ def test_features_of_the_trainer(monkeypatch: pytest.MonkeyPatch, feature: str) 
         run = trainer(strategy, **({"limit_train_batches": 6, "max_epochs": 2} | make()))
         run.fit(model, data, data)
         assert run.global_step == steps
-        return [*(p.detach() for p in model.parameters()), torch.tensor(model.losses), *run.callback_metrics.values()]
+        return [*weights(model), torch.tensor(model.losses), *run.callback_metrics.values()]
 
     def run(rank: int) -> tuple[float, list[Tensor]]:
-        pairs = zip(train(rank, SAFusionStrategy(density=1.0, collective="allgather")), train(rank, "ddp"), strict=True)
-        difference = torch.stack([(a - b).abs().max() for a, b in pairs]).max()
-        return float(difference), train(rank, SAFusionStrategy(**SPARSE))[:7]
+        whole, plain = train(rank, SAFusionStrategy(density=1.0, collective="allgather")), train(rank, "ddp")
+        return distance(whole, plain), train(rank, SAFusionStrategy(**SPARSE))[:7]
 
     (difference, first), (other, second) = run_launched(2, run)
     assert difference <= 2e-6
     assert other <= 2e-6
-    assert all(torch.equal(a, b) and bool(torch.isfinite(a).all()) for a, b in zip(first, second, strict=True))
+    assert equal(first, second)
+    assert all(bool(torch.isfinite(each).all()) for each in first)
 
 
 class FromTheStep(TinyClassifier):
@@ -180,16 +167,7 @@ class FromTheStep(TinyClassifier):
         return nn.functional.cross_entropy(self(x), x[:, :10].argmax(1))
 
 
-class HeldBack(Callback):
-    """Notes the residual at the end."""
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        engine = getattr(trainer.strategy, "engine", None)
-        residual = local_state(engine)["memory"]["residual"] if engine is not None else {}
-        self.tensors = [held.clone() for held in residual.values()]
-
-
-class Searches(LearningRateFinder):
+class Searches(callbacks.LearningRateFinder):
     """Searches when the fit starts, or within it, as Lightning's documentation shows."""
 
     def __init__(self, when: str) -> None:
@@ -209,18 +187,16 @@ class Searches(LearningRateFinder):
 def test_the_learning_rate_finder_leaves_no_trace(tmp_path: Path, when: str) -> None:
     def train(strategy: Any, search: bool) -> tuple[list[Tensor], int]:
         model, held, finder = FromTheStep(), HeldBack(), Searches(when if search else "never")
-        callbacks = [held, finder] if when != "before" else [held]
-        epochs = 2 if when == "before" else 3
-        run = trainer(
-            strategy, limit_train_batches=6, max_epochs=epochs, callbacks=callbacks, default_root_dir=tmp_path
-        )
+        options = {"max_epochs": 2, "callbacks": [held]}
+        if when != "before":
+            options = {"max_epochs": 3, "callbacks": [held, finder]}
+        run = trainer(strategy, limit_train_batches=6, default_root_dir=tmp_path, **options)
         found = None
         if search and when == "before":
             found = Tuner(run).lr_find(model, classification(), num_training=8, update_attr=False)
         run.fit(model, classification())
         found = found or finder.optimal_lr
-        tensors = [*(p.detach() for p in model.parameters()), *held.tensors]
-        return tensors, len(found.results["loss"]) if found is not None else 0
+        return [*weights(model), *held.held.values()], len(found.results["loss"]) if found is not None else 0
 
     def run(rank: int) -> list[tuple[int, int]]:
         seen = []
@@ -253,7 +229,7 @@ def test_the_batch_size_finder_is_refused_as_with_ddp(world_size: int) -> None:
         said = []
         for make in (lambda: "ddp", lambda: SAFusionStrategy(**SPARSE)):
             with pytest.raises(MisconfigurationException) as told:
-                trainer(make(), devices=world_size, callbacks=[BatchSizeFinder(max_trials=2)]).fit(Scalable())
+                trainer(make(), devices=world_size, callbacks=[callbacks.BatchSizeFinder(max_trials=2)]).fit(Scalable())
             with pytest.raises(ValueError, match="distributed") as tuned:
                 Tuner(trainer(make(), devices=world_size)).scale_batch_size(Scalable(), max_trials=2)
             said += [str(told.value), str(tuned.value)]

@@ -1,10 +1,4 @@
-"""What Lightning's own tests ask of its DDP strategy, asked of this one on two CPU workers.
-
-Covers: the process group exists in ``setup``; wrapping for training only; ignored parameters; broadcast of rank 0's
-    weights; the strategy's collectives; gathering with gradients; synchronised logging, early stopping and checkpoints;
-    samplers; final gradients in every hook; overridden clipping; external launchers; backends by name; compiled models,
-    before and after wrapping; synchronised batch norms.
-"""
+"""What Lightning's own tests ask of its DDP strategy, asked of this one on two CPU workers."""
 
 from __future__ import annotations
 
@@ -16,14 +10,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from lightning_safusion import SAFusionStrategy
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import TinyClassifier, classification, distance, equal, fit, trainer, weights
 from tests.process_group import run_launched
 
 SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}
@@ -82,15 +74,9 @@ def test_hooks_and_collectives(tmp_path: Path) -> None:
     def run(rank: int) -> tuple[dict[str, Any], dict[str, float]]:
         model, data = Observed(), classification()
         stop = EarlyStopping("val", patience=1, stopping_threshold=None, min_delta=100.0)
-        best = ModelCheckpoint(tmp_path, monitor="val")
-        fitted = trainer(
-            SAFusionStrategy(**SPARSE),
-            callbacks=[stop, best],
-            enable_checkpointing=True,
-            max_epochs=5,
-            limit_train_batches=4,
-            num_sanity_val_steps=0,
-        )
+        options: dict[str, Any] = {"callbacks": [stop, ModelCheckpoint(tmp_path, monitor="val")]}
+        options |= {"max_epochs": 5, "limit_train_batches": 4, "num_sanity_val_steps": 0}
+        fitted = trainer(SAFusionStrategy(**SPARSE), enable_checkpointing=True, **options)
         fitted.fit(model, data, data)
         model.seen["epochs"] = fitted.current_epoch
         model.seen["sampler"] = type(fitted.train_dataloader.sampler).__name__
@@ -99,17 +85,19 @@ def test_hooks_and_collectives(tmp_path: Path) -> None:
         return model.seen, metrics
 
     (first, metrics), (second, others) = run_launched(2, run)
-    for seen in (first, second):
-        assert seen["initialized"]
-        assert seen["wrapped"]
-        assert seen["wrapped in validation"]  # inside fit
-        assert not seen["wrapped in test"]
-        assert seen["broadcast"]
-        assert seen["gathered"] == (2,)
-        assert seen["final after backward"]
-        assert seen["final when clipped"]
-        assert seen["epochs"] == 2  # stopped by both
-        assert seen["sampler"] == DistributedSampler.__name__
+    assert first == second
+    assert first == {
+        "initialized": True,
+        "wrapped": True,
+        "wrapped in validation": True,  # inside fit
+        "wrapped in test": False,
+        "broadcast": True,
+        "gathered": (2,),
+        "final after backward": True,
+        "final when clipped": True,
+        "epochs": 2,  # stopped by both
+        "sampler": DistributedSampler.__name__,
+    }
     assert metrics == others
     assert metrics["test"] == 0.5
 
@@ -129,7 +117,7 @@ def test_the_strategys_own_collectives() -> None:
                 strategy.barrier()
                 found["sampler"] = strategy.distributed_sampler_kwargs
 
-        trainer(SAFusionStrategy(**SPARSE), limit_train_batches=1).fit(Asks(), classification())
+        fit(SAFusionStrategy(**SPARSE), Asks(), limit_train_batches=1)
         return found
 
     for rank, found in enumerate(run_launched(2, run)):
@@ -152,10 +140,9 @@ def test_ignored_parameters_are_left_alone() -> None:
         class Names(SAFusionStrategy):
             def _register_ddp_hooks(self) -> None:
                 super()._register_ddp_hooks()
-                assert self.engine is not None
                 names.extend(spec.name for spec in self.engine.space.layout.specs)
 
-        trainer(Names(**SPARSE), limit_train_batches=4).fit(model, classification())
+        fit(Names(**SPARSE), model, limit_train_batches=4)
         return model.net[0].bias.detach(), names
 
     (first, names), (second, _) = run_launched(2, run)
@@ -173,22 +160,6 @@ def test_no_sampler_where_none_is_wanted() -> None:
     assert run_launched(2, run) == ["SequentialSampler"] * 2
 
 
-def test_processes_created_elsewhere_are_not_launched_again() -> None:
-    def run(rank: int) -> bool:
-        strategy = trainer(SAFusionStrategy(**SPARSE)).strategy
-        assert isinstance(strategy.cluster_environment, LightningEnvironment)
-        return strategy.cluster_environment.creates_processes_externally
-
-    assert run_launched(2, run) == [True, True]
-
-
-def test_backends_and_options_reach_ddp() -> None:
-    strategy = SAFusionStrategy(process_group_backend="gloo", static_graph=True, timeout=None)
-    assert isinstance(strategy, DDPStrategy)
-    assert strategy.process_group_backend == "gloo"
-    assert strategy._ddp_kwargs["static_graph"] is True
-
-
 def test_sync_batchnorm_on_cpu_is_refused_as_with_ddp() -> None:
     def run(rank: int) -> list[str]:
         said = []
@@ -196,7 +167,7 @@ def test_sync_batchnorm_on_cpu_is_refused_as_with_ddp() -> None:
             model = TinyClassifier()
             model.net.insert(1, nn.BatchNorm1d(256))
             with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules") as caught:
-                trainer(strategy, sync_batchnorm=True).fit(model, classification())
+                fit(strategy, model, sync_batchnorm=True)
             said.append(str(caught.value))
         return said
 
@@ -249,32 +220,27 @@ def test_compiled_models(place: str) -> None:
             model.both_passes = torch.compile(model.both_passes, backend="aot_eager")
         whole = torch.compile(model, backend="aot_eager") if place == "model" else model
         callbacks = [CompilesWrapped()] if place == "wrapped" else []
-        trainer(strategy, limit_train_batches=3, callbacks=callbacks).fit(whole, classification())
-        return [p.detach().clone() for p in model.parameters()]
+        fit(strategy, whole, limit_train_batches=3, callbacks=callbacks)
+        return weights(model)
 
     def run(rank: int) -> tuple[float, list[Tensor]]:
-        pairs = zip(train(SAFusionStrategy(density=1.0, collective="allgather")), train("ddp"), strict=True)
-        return max(float((a - b).abs().max()) for a, b in pairs), train(
-            SAFusionStrategy(density=0.05, collective="allgather")
-        )
+        apart = distance(train(SAFusionStrategy(density=1.0, collective="allgather")), train("ddp"))
+        return apart, train(SAFusionStrategy(density=0.05, collective="allgather"))
 
     (difference, first), (other, second) = run_launched(2, run, timeout=120)
     assert max(difference, other) < 2e-6
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert equal(first, second)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_a_missing_parameter_is_named_where_the_wrapped_model_is_compiled() -> None:
-    def run(rank: int) -> str:
+    def run(rank: int) -> None:
         torch._dynamo.reset()
         model = Compilable()
         model.spare = nn.Linear(3, 3)
-        try:
-            trainer(SAFusionStrategy(**SPARSE), callbacks=[CompilesWrapped()]).fit(model, classification())
-        except RuntimeError as error:
-            return str(error)
-        return ""
+        said = "2 parameters got no gradient in this backward pass: spare.weight, spare.bias"
+        with pytest.raises(RuntimeError, match=said):
+            fit(SAFusionStrategy(**SPARSE), model, callbacks=[CompilesWrapped()])
 
-    for message in run_launched(2, run, timeout=120):
-        assert "2 parameters got no gradient in this backward pass: spare.weight, spare.bias" in message
+    run_launched(2, run, timeout=120)

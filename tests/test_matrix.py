@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_safusion import SAFusionStrategy
-from tests.models import classification, trainer
+from tests.models import distance, fit
 from tests.process_group import run_launched
 
 OPTIONS: dict[str, list[Any]] = {
@@ -26,36 +26,33 @@ OPTIONS: dict[str, list[Any]] = {
     "accumulate": [1, 3],
     "clip": [None, "norm", "value"],
     "mode": ["automatic", "manual", "toggled pair", "pair"],
-    "ddp": ["default", "find_unused", "static_graph"],
+    "ddp": ["default", "find_unused_parameters", "static_graph"],
     "checkpoint": ["none", "reentrant", "non-reentrant"],
     "layers": ["plain", "channels_last", "tied"],
 }
 
 
 def possible(case: dict[str, Any]) -> bool:
-    """Leaves out what DDP itself cannot do."""
     manual = case["mode"] != "automatic"
     if manual and (case["accumulate"] != 1 or case["clip"] is not None):
         return False  # Lightning refuses both with manual optimization
-    if "pair" in case["mode"] and (case["ddp"] != "find_unused" or case["checkpoint"] == "reentrant"):
+    if "pair" in case["mode"] and (case["ddp"] != "find_unused_parameters" or case["checkpoint"] == "reentrant"):
         return False  # parameters of the other optimizer are unused
     if case["mode"] == "manual" and case["ddp"] == "static_graph":
         return False  # this version of Lightning finishes DDP's first static backward twice
     if case["accumulate"] != 1 and case["ddp"] == "static_graph":
         return False  # the reducer asserts when the first backward is not synchronised
-    return not (case["checkpoint"] == "reentrant" and case["ddp"] == "find_unused")
+    return not (case["checkpoint"] == "reentrant" and case["ddp"] == "find_unused_parameters")
 
 
 def pairwise() -> list[dict[str, Any]]:
-    """Greedy cover of all possible pairs of values."""
     names = list(OPTIONS)
     cases = [dict(zip(names, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
     cases = [case for case in cases if possible(case)]
-    pairs = {case_index: set(itertools.combinations(case.items(), 2)) for case_index, case in enumerate(cases)}
-    missing = set().union(*pairs.values())
-    chosen = []
+    pairs = [set(itertools.combinations(case.items(), 2)) for case in cases]
+    missing, chosen = set().union(*pairs), []
     while missing:
-        best = max(pairs, key=lambda i: len(pairs[i] & missing))
+        best = max(range(len(cases)), key=lambda i: len(pairs[i] & missing))
         chosen.append(cases[best])
         missing -= pairs[best]
     return chosen
@@ -112,23 +109,16 @@ class Everything(LightningModule):
 
 
 def train(case: dict[str, Any], ours: bool) -> list[Tensor]:
-    options: dict[str, Any] = {
-        "default": {},
-        "find_unused": {"find_unused_parameters": True},
-        "static_graph": {"static_graph": True},
-    }[case["ddp"]]
+    options: dict[str, Any] = {} if case["ddp"] == "default" else {case["ddp"]: True}
     strategy = SAFusionStrategy(density=1.0, collective="allgather", **options) if ours else DDPStrategy(**options)
-    scaled = case["precision"] == "scaled"
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    settings: dict[str, Any] = (
-        {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]} if scaled else {"precision": case["precision"]}
-    )
+    settings: dict[str, Any] = {"precision": case["precision"]}
+    if case["precision"] == "scaled":
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        settings = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
     if case["clip"] is not None:
         settings |= {"gradient_clip_val": 0.05, "gradient_clip_algorithm": case["clip"]}
-    run = trainer(strategy, accumulate_grad_batches=case["accumulate"], limit_train_batches=6, **settings)
-    model = Everything(case)
-    run.fit(model, classification())
-    return [p.detach().clone() for p in model.parameters()]
+    settings |= {"accumulate_grad_batches": case["accumulate"], "limit_train_batches": 6}
+    return fit(strategy, Everything(case), **settings).weights
 
 
 @pytest.mark.slow
@@ -140,8 +130,7 @@ def test_every_pair_of_options_trains_as_ddp_does() -> None:
     def compare(rank: int) -> list[str]:
         wrong = []
         for case in cases:
-            pairs = zip(train(case, True), train(case, False), strict=True)
-            difference = max(float((a - b).abs().max()) for a, b in pairs)
+            difference = distance(train(case, True), train(case, False))
             if not difference <= 2e-6:
                 wrong.append(f"{case}: {difference}")
         return wrong

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_safusion import SAFusionStrategy
 from tests.ledger import Ledger, assert_balanced
-from tests.models import classification, trainer
+from tests.models import distance, equal, fit, weights
 from tests.process_group import run_launched
 from tests.quick import quick_of
 
@@ -99,15 +99,10 @@ class Loops(LightningModule):
 
 
 def train(mode: str, kind: type[DDPStrategy], callbacks: Sequence[Callback] = (), **options: Any) -> list[Tensor]:
-    model = Loops(mode)
-    run = trainer(
-        kind(find_unused_parameters=mode in TWO_OPTIMIZERS, **options),
-        callbacks=list(callbacks),
-        limit_train_batches=7,
-        accumulate_grad_batches=5 if mode == "accumulation" else 1,  # the last two alone
-    )
-    run.fit(model, classification())
-    return [p.detach().clone() for p in model.parameters()]
+    strategy = kind(find_unused_parameters=mode in TWO_OPTIMIZERS, **options)
+    accumulate = 5 if mode == "accumulation" else 1  # the last two alone
+    settings = {"limit_train_batches": 7, "accumulate_grad_batches": accumulate}
+    return fit(strategy, Loops(mode), callbacks=list(callbacks), **settings).weights
 
 
 def train_all(rank: int, modes: Sequence[str]) -> dict[str, tuple[float, list[Tensor], Ledger]]:
@@ -122,10 +117,6 @@ def train_all(rank: int, modes: Sequence[str]) -> dict[str, tuple[float, list[Te
         apart = plain if mode != "lbfgs" else sparse  # it is left to plain DDP
         found[mode] = distance(whole, plain) + distance(apart, plain), sparse, ledger
     return found
-
-
-def distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +147,8 @@ def test_at_a_low_density_replicas_stay_equal_and_nothing_is_lost(
     trained: Callable[[str], list[Any]], mode: str
 ) -> None:
     (_, first, mine), (_, second, theirs) = trained(mode)
-    start = [p.detach() for p in Loops(mode).parameters()]
-    for a, b, begin in zip(first, second, start, strict=True):
-        assert torch.equal(a, b)
+    assert equal(first, second)
+    for a, begin in zip(first, weights(Loops(mode)), strict=True):
         assert torch.isfinite(a).all()
         assert not torch.equal(a, begin)
     assert_balanced(mine, theirs, to="delivered")

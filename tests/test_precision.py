@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
 from lightning_safusion import SAFusionStrategy
-from tests.models import TakeTurns, TinyClassifier
+from tests.models import TakeTurns, TinyClassifier, equal, fit, fit_both, weights
+from tests.process_group import run_launched
 from tests.quick import quick_of
-from tests.test_strategy import FORK, equal, fit
 
-SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather", **FORK}
-DENSE: dict[str, Any] = {"density": 1.0, "collective": "allgather", **FORK}
+SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}
+DENSE: dict[str, Any] = {"density": 1.0, "collective": "allgather"}
 
 
 def scaled(**options: Any) -> MixedPrecision:
@@ -29,89 +28,75 @@ PRECISIONS = ("bf16-mixed", "bf16-true", "16-true", "64-true")
 
 
 @pytest.mark.parametrize("precision", quick_of(PRECISIONS, ("bf16-mixed", "16-true")))
-def test_precision_at_density_1_is_ddp(tmp_path: Path, precision: Any) -> None:
-    plain = fit(tmp_path / "ddp", DDPStrategy(**FORK), TinyClassifier(lr=0.02), precision=precision)
-    ours = fit(tmp_path / "ours", SAFusionStrategy(**DENSE), TinyClassifier(lr=0.02), precision=precision)
+def test_precision_at_density_1_is_ddp(precision: Any) -> None:
+    (plain, _), (ours, _) = (
+        fit_both(strategy, TinyClassifier(lr=0.02), precision=precision, max_steps=5)
+        for strategy in ("ddp", SAFusionStrategy(**DENSE))
+    )
     # 64-true: gradients cross in float32. 16-bit: DDP rounds every mean and forgets what it rounded, we send it later
     tolerance = {"64-true": 1e-5, "bf16-true": 3e-2, "16-true": 3e-3}.get(precision, 0.0)
-    for a, b in zip(ours[0]["parameters"], plain[0]["parameters"], strict=True):
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+    torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("precision", quick_of(PRECISIONS, ("bf16-true", "64-true")))
-def test_sparse_training_in_any_precision(tmp_path: Path, precision: Any) -> None:
-    first, second = fit(tmp_path, SAFusionStrategy(**SPARSE), TinyClassifier(lr=0.02), precision=precision)
-    assert equal(first["parameters"], second["parameters"])
-    assert first["losses"][-1] < first["losses"][0]
+def test_sparse_training_in_any_precision(precision: Any) -> None:
+    first, second = fit_both(SAFusionStrategy(**SPARSE), TinyClassifier(lr=0.02), precision=precision, max_steps=5)
+    assert equal(first.weights, second.weights)
+    assert first.losses[-1] < first.losses[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_manual_optimization_in_any_precision(tmp_path: Path, precision: Any) -> None:
+def test_manual_optimization_in_any_precision(precision: Any) -> None:
     # the plugins of "true" precisions set the default dtype around a step
     strategy = SAFusionStrategy(**SPARSE, find_unused_parameters=True)
-    first, second = fit(tmp_path, strategy, TakeTurns(lr=0.02), precision=precision, max_steps=10)
-    assert equal(first["parameters"], second["parameters"])
+    first, second = fit_both(strategy, TakeTurns(lr=0.02), precision=precision, max_steps=10)
+    assert equal(first.weights, second.weights)
 
 
-def test_a_scaled_loss_at_density_1_is_ddp(tmp_path: Path) -> None:
+def test_a_scaled_loss_at_density_1_is_ddp() -> None:
     # no overflow: DDP drops the gradients of a step that is skipped, we keep them
-    factor = {"init_scale": 256.0, "growth_interval": 3}
-    plain = fit(tmp_path / "ddp", DDPStrategy(**FORK), plugins=[scaled(**factor)])
-    ours = fit(tmp_path / "ours", SAFusionStrategy(**DENSE), plugins=[scaled(**factor)])
-    for a, b in zip(ours[0]["parameters"], plain[0]["parameters"], strict=True):
-        assert torch.equal(a, b)  # powers of two change no bit
+    (plain, _), (ours, _) = (
+        fit_both(strategy, max_steps=5, plugins=[scaled(init_scale=256.0, growth_interval=3)])
+        for strategy in ("ddp", SAFusionStrategy(**DENSE))
+    )
+    assert equal(ours.weights, plain.weights)  # powers of two change no bit
 
 
 class Watch(Callback):
-    """Keeps the residual and the parameters of every step."""
-
     def __init__(self) -> None:
-        self.residuals: list[torch.Tensor] = []
-        self.weights: list[torch.Tensor] = []
-        self.scales: list[float] = []
+        self.steps: list[tuple[Tensor, Tensor, float]] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        assert isinstance(trainer.strategy, SAFusionStrategy)
-        engine = trainer.strategy.engine
-        assert engine is not None
-        memory = engine.space.memory
-        self.residuals.append(memory.accumulated(0, engine.space.layout.numel).clone())
-        self.weights.append(torch.cat([p.detach().flatten() for p in pl_module.parameters()]))
-        self.scales.append(trainer.precision_plugin.scaler.get_scale())
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pl_module.watched = (self.residuals, self.weights, self.scales)
+        space = trainer.strategy.engine.space
+        residual = space.memory.accumulated(0, space.layout.numel).clone()
+        parameters = torch.cat([param.flatten() for param in weights(pl_module)])
+        self.steps.append((residual, parameters, trainer.precision_plugin.scaler.get_scale()))
 
 
 class Overflowing(TinyClassifier):
     """Its gradient overflows on rank 1 in step 7, as a 16-bit one would."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        if batch_idx == 7 and self.global_rank == 1:
-            loss = loss * float("inf")
-        return loss
-
-    def on_train_end(self) -> None:
-        torch.save(self.watched, Path(self.folder) / f"watched{self.global_rank}.pt")
+        return loss * float("inf") if batch_idx == 7 and self.global_rank == 1 else loss
 
 
-def test_an_overflow_on_one_rank_is_skipped_by_all_and_loses_nothing(tmp_path: Path) -> None:
-    model = Overflowing(lr=0.02)
-    model.folder = str(tmp_path)
-    first, second = fit(
-        tmp_path, SAFusionStrategy(**SPARSE), model, plugins=[scaled(growth_interval=5)], extra=[Watch], max_steps=20
-    )
-    assert equal(first["parameters"], second["parameters"])
-    for rank in range(2):
-        residuals, weights, scales = torch.load(tmp_path / f"watched{rank}.pt")
-        assert torch.equal(weights[7], weights[6]), "the step was not skipped"
-        assert not torch.equal(weights[8], weights[7])
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_loses_nothing() -> None:
+    def run(rank: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, float]]]:
+        watch, plugins = Watch(), [scaled(growth_interval=5)]
+        options: dict[str, Any] = {"plugins": plugins, "callbacks": [watch], "max_steps": 20}
+        return fit(SAFusionStrategy(**SPARSE), Overflowing(lr=0.02), **options).weights, watch.steps
+
+    ended = run_launched(2, run)
+    assert equal(ended[0][0], ended[1][0])
+    for _, steps in ended:
+        residuals, parameters, scales = zip(*steps, strict=True)
+        assert torch.equal(parameters[7], parameters[6]), "the step was not skipped"
+        assert not torch.equal(parameters[8], parameters[7])
         assert all(torch.isfinite(r).all() for r in residuals)
         assert scales[7] == scales[6] / 2
         assert len(set(scales)) > 2, "the factor changed only once"
         # unscaled: of the size of gradients, not of 2^16 times them
         assert residuals[-1].abs().max() < 50
-    assert torch.load(tmp_path / "watched0.pt")[2] == torch.load(tmp_path / "watched1.pt")[2]
+        assert scales == tuple(scale for *_, scale in ended[0][1])

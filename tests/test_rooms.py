@@ -1,19 +1,15 @@
-"""What each room may import: watching reads records, and nothing reaches into the engine from outside.
-
-Covers: metrics, callbacks, profiling and reports import none of the engine's classes at run time or for types; planning
-    knows nothing of the engine; neither the strategy nor its fit names a baseline.
-"""
+"""What each room may import: watching reads records, and nothing reaches into the engine from outside."""
 
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import lightning_safusion
+from tests.packaging.environments import run
 
 ROOT = Path(lightning_safusion.__file__).parent
 #: What happens inside of a window.
@@ -27,7 +23,6 @@ ENGINE = {
 
 
 def imports(path: Path) -> set[str]:
-    """Modules that a file imports, wherever in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -37,23 +32,18 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def of_the_engine(path: Path) -> set[str]:
-    """What it imports of the inside of a window."""
-    return {name for name in imports(path) if any(name == each or name.startswith(f"{each}.") for each in ENGINE)}
-
-
 def files(*rooms: str) -> list[Path]:
     return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("path", files("metrics", "callbacks", "profiling", "tools/report"), ids=lambda path: path.name)
-def test_whoever_watches_reads_records(path: Path) -> None:
-    assert not of_the_engine(path)
+WATCHING, PLANNING = ("metrics", "callbacks", "profiling", "tools/report"), ("fusion/plans", "tools/plan")
 
 
-@pytest.mark.parametrize("path", files("fusion/plans", "tools/plan"), ids=lambda path: path.name)
-def test_planning_knows_nothing_of_the_engine(path: Path) -> None:
-    assert not of_the_engine(path)
+@pytest.mark.parametrize("path", files(*WATCHING, *PLANNING), ids=lambda path: path.name)
+def test_who_watches_or_plans_knows_nothing_of_the_engine(path: Path) -> None:
+    """What happens inside of a window is read in records."""
+    modules = imports(path)
+    assert not {name for name in modules if any(name == each or name.startswith(f"{each}.") for each in ENGINE)}
 
 
 def test_a_fit_names_no_baseline() -> None:
@@ -72,9 +62,7 @@ def test_training_imports_neither_tools_nor_laboratory() -> None:
 
 @pytest.mark.slow
 def test_the_package_loads_no_tool() -> None:
-    script = "import sys, lightning_safusion; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
+    loaded = set(run(sys.executable, "-c", "import sys, lightning_safusion; print(*sys.modules)").split())
     assert "lightning_safusion.callbacks.trace_recorder" in loaded
     apart = ("lightning_safusion.tools.", "safusion_command.", "lab.")
     assert not {name for name in loaded if f"{name}.".startswith(apart)}

@@ -17,12 +17,8 @@ def test_the_default_is_a_row_of_the_table() -> None:
     settings = SAFusionStrategy().settings
     row = SYSTEMS[DEFAULT]
     assert SAFusionStrategy().system == DEFAULT
-    assert (settings.scope, settings.quota, settings.wire, settings.memory.name) == (
-        row.scope,
-        row.quota,
-        row.wire,
-        row.memory,
-    )
+    parts = settings.scope, settings.quota, settings.wire, settings.memory.name
+    assert parts == (row.scope, row.quota, row.wire, row.memory)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +107,8 @@ def test_the_default_is_sparse_among_thousands_of_workers() -> None:
     tensors = specs([(1000, 1000)])
     assert SAFusionStrategy(density=0.05).settings.dense_reason(tensors, 4096) is None
     reason = SAFusionStrategy(density=0.6, wire="fp32").settings.dense_reason(tensors, 4096)
-    assert reason is not None
     assert "by sparse shards" in reason
     gathered = SAFusionStrategy(density=0.05, quota="pooled").settings.dense_reason(tensors, 4096)
-    assert gathered is not None
     assert "by sparse all-gather" in gathered
 
 
@@ -122,26 +116,3 @@ def test_parts_of_other_systems_do_not_give_way() -> None:
     with pytest.raises(ValueError, match="gives every tensor a floor"):
         SAFusionStrategy(system="behind", quota="pooled")
     assert SAFusionStrategy(system="safusion", memory="none").settings.wire == "auto"
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ({"system": "saf-pooled "}, "saf-pooled"),
-        ({"fusion": "adaptiv"}, "adaptive"),
-        ({"memory": "residul"}, "residual"),
-        ({"wire": "bitmap-bf61"}, "bitmap-bf16"),
-        ({"collective": "all-gather"}, "allgather"),
-        ({"scope": "tensors"}, "tensor"),
-        ({"quota": "pool"}, "pooled"),
-        ({"compressor": "top-k"}, "topk"),
-        ({"system": "SAFusion"}, "safusion"),
-        ({"compressor": "TopK"}, "topk"),
-        ({"memory": "EF21"}, "ef21"),
-        ({"fusion": "MG-WFBP"}, "mgwfbp"),
-        ({"transport": "Horovod"}, "horovod"),
-    ],
-)
-def test_a_slip_of_the_pen_is_told_what_was_meant(given: dict[str, Any], meant: str) -> None:
-    with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
-        SAFusionStrategy(**given)

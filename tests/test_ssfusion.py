@@ -1,8 +1,4 @@
-"""ADTopk and SSFusion in real trainings on two ranks: the rows, and the options that make their variants.
-
-Covers: conservation and replicas, with parameters that are frozen and such as get a gradient on one rank or on none; a
-    gradient that is not finite on one rank; what is in the messages; each option against the row without it.
-"""
+"""ADTopk and SSFusion in real trainings on two ranks: the rows, and the options that make their variants."""
 
 from __future__ import annotations
 
@@ -14,15 +10,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lab.probe import ConvergenceProbe
 from lightning_safusion import ADTopk, SAFusionStrategy, Selective
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion import build
-from lightning_safusion.fusion.state import local_state
-from tests.ledger import Ledger, assert_balanced
-from tests.models import TinyClassifier, classification, trainer
+from tests.ledger import HeldBack, Ledger, assert_balanced
+from tests.models import TinyClassifier, equal, fit
 from tests.process_group import run_launched
 from tests.quick import quick_of
 
@@ -43,11 +37,9 @@ QUICK = ("adtopk", "ssfusion")
 class Books(Ledger):
     """Of parameters that may have no gradient of their own."""
 
-    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.local = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in pl_module.named_parameters()}
 
-    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """What was delivered is all that is looked at."""
 
@@ -60,7 +52,6 @@ class Branches(TinyClassifier):
         self.net[1].requires_grad_(False)
         self.branch, self.nobody = nn.Linear(32, 10), nn.Linear(32, 10)
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         logits = self(batch[0])
         if self.global_rank == 1 and batch_idx % 3 == 0:
@@ -71,12 +62,10 @@ class Branches(TinyClassifier):
 class Overflowing(TinyClassifier):
     """One gradient of rank 1 is not finite in one step, which is then left out, as a user might."""
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * float("nan") if self.global_rank == 1 and batch_idx == 4 else loss
 
-    @override
     def on_after_backward(self) -> None:
         if not all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.parameters()):
             self.zero_grad()
@@ -92,29 +81,18 @@ STEPS = 9
 def each(rank: int, names: Sequence[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in names:
-        ledger, probe = Books(), ConvergenceProbe(every_n_steps=STEPS - 1)
-        model, chosen = Branches(), strategy(name, find_unused_parameters=True)
-        job = trainer(chosen, callbacks=[ledger, probe], limit_train_batches=STEPS)
-        job.fit(model, classification())
-        bad, again = Overflowing(), strategy(name)
-        trainer(again, limit_train_batches=7).fit(bad, classification())
-        plain, third = TinyClassifier(), strategy(name)
-        held: dict[str, Tensor] = {}
-
-        def keep(chosen: SAFusionStrategy = third, held: dict[str, Tensor] = held) -> None:
-            assert chosen.engine is not None
-            held.update(local_state(chosen.engine)["memory"]["residual"])
-
-        plain.on_train_end = keep  # type: ignore[method-assign]  # looks at the end of the fit
-        trainer(third, limit_train_batches=STEPS, deterministic=True).fit(plain, classification())
-        assert probe.latest is not None
+        ledger, probe, held = Books(), ConvergenceProbe(every_n_steps=STEPS - 1), HeldBack()
+        chosen = strategy(name, find_unused_parameters=True)
+        branches = fit(chosen, Branches(), callbacks=[ledger, probe], limit_train_batches=STEPS)
+        options: dict[str, Any] = {"callbacks": [held], "limit_train_batches": STEPS, "deterministic": True}
+        plain = fit(strategy(name), **options)
         results[name] = {
             "ledger": ledger,
-            "weights": [p.detach() for p in model.parameters()],
-            "bad": [p.detach() for p in bad.parameters()],
+            "weights": branches.weights,
+            "bad": fit(strategy(name), Overflowing(), limit_train_batches=7).weights,
             "losses": plain.losses,
-            "report": third.report(),
-            "held": {key: value.abs().sum().item() for key, value in held.items()},
+            "report": plain.figures,
+            "held": {key: float(value.abs().sum()) for key, value in held.held.items()},
             "figures": probe.latest.values(),
         }
     return results
@@ -147,7 +125,7 @@ def test_nothing_is_lost_and_replicas_are_equal(request: pytest.FixtureRequest, 
     names = [n for n, p in Branches().named_parameters() if p.requires_grad and not n.startswith("nobody")]
     assert_balanced(mine["ledger"], theirs["ledger"], to="delivered", names=names)
     for key in ("weights", "bad"):
-        assert all(torch.equal(a, b) for a, b in zip(mine[key], theirs[key], strict=True))
+        assert equal(mine[key], theirs[key])
         assert all(bool(a.isfinite().all()) for a in mine[key])
     assert sum(mine["losses"][-4:]) < sum(mine["losses"][:4])
     assert 0 < mine["figures"]["contraction"] < 1

@@ -1,9 +1,5 @@
-"""Every row of the table of systems, in real training.
-
-Covers: each row trains two workers, reports figures, keeps replicas as its flag says; sparse ones send little, and of
-    every tensor before fusion; dense ones give what DDP gives; the plain ones are refused parts that they have none
-    of; the printed table.
-"""
+"""Every row of the table of systems, in real training: replicas are equal, sparse rows send little, and dense ones give
+what DDP gives."""
 
 from __future__ import annotations
 
@@ -18,33 +14,23 @@ from torch import Tensor, nn
 from lightning_safusion import SYSTEMS, SAFusionStrategy
 from lightning_safusion.systems import EngineSystem
 from safusion_command import main
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import Fitted, TinyClassifier, distance, equal, fit, fit_both
 from tests.process_group import run_launched
 from tests.quick import quick_of
 
 STEPS = 14  # PowerSGD approximates after the first ten
-
-
-def fit(system: str | None, **options: Any) -> tuple[list[Tensor], list[float], dict[str, Any]]:
-    """Final weights, losses and figures of this worker; plain DDP for None."""
-    strategy = "ddp" if system is None else SAFusionStrategy(system=system, **options)
-    model = TinyClassifier()
-    trainer(strategy, max_steps=STEPS).fit(model, classification())
-    report = strategy.figures() if isinstance(strategy, SAFusionStrategy) else {}
-    return [param.detach().clone() for param in model.parameters()], model.losses, report
-
-
 ENGINE = {name: row for name, row in SYSTEMS.items() if isinstance(row, EngineSystem)}
 SPARSE = [name for name, row in ENGINE.items() if row.sparse]
 # rows that go on with plain DDP where that is faster, held to what they send
 HELD = {f"{name}, held": name for name in SPARSE if ENGINE[name].collective == "auto"}
+SENDING = [*(name for name in SPARSE if name not in HELD.values()), *HELD]
 
 # the papers' own, and those that are compared with DDP below; slow tests train the others (the default is in all tests)
 USUAL = ("safusion", "saf-inter", "saf-naive", "fgbuff", "ssfusion", "adtopk", "oktopk", "behind")
 DENSE = (None, "ddp", "dear", "easgd", "wfbp-dense", "ddp-bf16", "ddp-fp16", "powersgd", "powersgd-rank4")
 OTHERS = tuple(system for system in SYSTEMS if system not in (*USUAL, *DENSE))
 
-Results = Callable[[str | None], list[Any]]
+Results = Callable[[str | None], list[Fitted]]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +38,7 @@ def results() -> Results:
     """What both workers have ended with. Systems of a group are trained together, when one of them is asked for."""
     trained: list[dict[str | None, Any]] = [{}, {}]
 
-    def of(system: str | None) -> list[Any]:
+    def of(system: str | None) -> list[Fitted]:
         if system not in trained[0]:
             (group,) = (names for names in (USUAL, DENSE, OTHERS, tuple(HELD)) if system in names)
             for rank, found in enumerate(run_launched(2, fit_all, group, timeout=240)):
@@ -63,40 +49,34 @@ def results() -> Results:
 
 
 def fit_all(rank: int, systems: Sequence[str | None]) -> dict[str | None, Any]:
-    return {
-        name: fit(HELD[name], collective="allgather") if name is not None and name in HELD else fit(name)
-        for name in systems
-    }
+    def strategy(name: str | None) -> Any:
+        options = {"collective": "allgather"} if name in HELD else {}
+        return "ddp" if name is None else SAFusionStrategy(system=HELD.get(name, name), **options)
+
+    return {name: fit(strategy(name), max_steps=STEPS) for name in systems}
 
 
 @pytest.mark.costly(reason="the first of them trains all systems of the quick tests")
-@pytest.mark.parametrize("system", quick_of(SYSTEMS, (*USUAL, *DENSE)))
-def test_every_system_trains(results: Results, system: str) -> None:
-    (first, losses, report), (second, _, _) = results(system)
+@pytest.mark.parametrize("name", quick_of([*SYSTEMS, *HELD], (*USUAL, *DENSE)))
+def test_every_system_trains(results: Results, name: str) -> None:
+    (first, losses, report), (second, _, _) = results(name)
+    system = HELD.get(name, name)
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
     assert report["system"] == system
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    if system in ENGINE and ENGINE[system].collective != "auto":
+    assert equal(first, second)
+    if name in HELD or (name in ENGINE and ENGINE[name].collective != "auto"):
         assert report["plain_ddp"] is None
         assert report["windows"] == STEPS
         assert report["bytes_sent"] > 0
-
-
-@pytest.mark.parametrize("label", quick_of([*(name for name in SPARSE if name not in HELD.values()), *HELD], USUAL))
-def test_sparse_systems_send_little_and_ahead_of_fusion_of_everything(results: Results, label: str) -> None:
-    (first, losses, report), (second, _, _) = results(label)
-    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert report["windows"] == STEPS
-    assert report["bytes_sent"] < 0.35 * report["dense_bytes"]
-    assert report["tensors"] == sum(report["plan"]) == 7
-    assert report["tensors_missing"] == 0 or ENGINE[HELD.get(label, label)].scope == "group"
+    if name in SENDING:  # little, and of every tensor where selection is before fusion
+        assert report["bytes_sent"] < 0.35 * report["dense_bytes"]
+        assert report["tensors"] == sum(report["plan"]) == 7
+        assert report["tensors_missing"] == 0 or ENGINE[system].scope == "group"
 
 
 @pytest.mark.parametrize(("system", "tolerance"), [("ddp", 0), ("dear", 1e-6), ("wfbp-dense", 1e-6)])
 def test_dense_systems_give_what_ddp_gives(results: Results, system: str, tolerance: float) -> None:
-    for ours, theirs in zip(results(system)[0][0], results(None)[0][0], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+    assert distance(results(system)[0].weights, results(None)[0].weights) <= tolerance
 
 
 @pytest.mark.parametrize("system", ["ddp-bf16", "ddp-fp16"])
@@ -120,21 +100,16 @@ class Scalars(TinyClassifier):
 
 @pytest.mark.parametrize("system", ["powersgd", "powersgd-rank4"])
 def test_powersgd_takes_scalars_and_tensors_without_elements(system: str) -> None:
-    def run(rank: int) -> tuple[list[Tensor], list[float]]:
-        model = Scalars()
-        trainer(SAFusionStrategy(system=system), max_steps=STEPS).fit(model, classification())
-        return [param.detach() for param in model.parameters()], model.losses
-
-    (ours, losses), (theirs, _) = run_launched(2, run)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert ours[1] != 1.0  # the scalar has been trained
-    assert len(losses) == 14
-    assert losses[-1] < losses[0]
+    ours, theirs = fit_both(SAFusionStrategy(system=system), Scalars(), max_steps=STEPS)
+    assert equal(ours.weights, theirs.weights)
+    assert ours.weights[1] != 1.0  # the scalar has been trained
+    assert len(ours.losses) == STEPS
+    assert ours.losses[-1] < ours.losses[0]
 
 
 def test_powersgd_of_a_higher_rank_is_nearer_to_ddp(results: Results) -> None:
     def apart(system: str) -> float:
-        pairs = zip(results(system)[0][0], results(None)[0][0], strict=True)
+        pairs = zip(results(system)[0].weights, results(None)[0].weights, strict=True)
         return float(sum((ours - theirs).square().sum() for ours, theirs in pairs))
 
     assert 0 < apart("powersgd-rank4") < apart("powersgd")

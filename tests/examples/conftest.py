@@ -10,4 +10,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def _no_arguments_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
     """LightningCLI warns where a process with arguments of its own passes others."""
-    monkeypatch.setattr(sys, "argv", ["workloads"])
+    monkeypatch.setattr(sys, "argv", ["cli.py"])

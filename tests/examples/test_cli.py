@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,17 +14,17 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.nn.parallel import DistributedDataParallel
 
 import lightning_safusion as saf
 from examples.cli import DigitsCLI
 from lightning_safusion import SAFusionStrategy
-from tests.process_group import run_alone
-from tests.scripts import run_script
+from tests.e2e.processes import started
+from tests.models import equal, weights
+from tests.process_group import run_alone, run_script
+from tests.quick import quick_of
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
+BY_NAME = {path.stem: path for path in (ROOT / "examples" / "configs").glob("*.yaml")}
 CLASS = "--trainer.strategy=SAFusionStrategy"
 
 # The same strategy in Python.
@@ -61,26 +59,16 @@ class Outcome(Callback):
         self.folder = folder
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        ddp, strategy = trainer.strategy.model, trainer.strategy
-        assert isinstance(ddp, DistributedDataParallel)
-        assert isinstance(strategy, SAFusionStrategy)
         outcome = {
-            "parameters": [p.detach().clone() for p in pl_module.parameters()],
-            "report": strategy.figures(),
-            "bucket_view": ddp.gradient_as_bucket_view,
+            "parameters": weights(pl_module),
+            "report": trainer.strategy.figures(),
+            "bucket_view": trainer.strategy.model.gradient_as_bucket_view,
             "steps": trainer.global_step,
         }
         torch.save(outcome, self.folder / f"rank{trainer.global_rank}.pt")
 
 
-@pytest.fixture(autouse=True)
-def _no_arguments_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LightningCLI warns where a process with arguments of its own passes others."""
-    monkeypatch.setattr(sys, "argv", ["cli.py"])
-
-
 def parse(*args: str | Path) -> DigitsCLI:
-    """Parses and builds everything, trains nothing."""
     return DigitsCLI([str(arg) for arg in args], run=False)
 
 
@@ -108,44 +96,27 @@ def printed_config(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str
     return capsys.readouterr().out
 
 
-def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script that Lightning starts once more for the second worker."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended
-
-
 def test_every_configuration_is_listed_in_the_guide_and_known_here() -> None:
-    assert [path.stem for path in CONFIGS] == sorted(IN_PYTHON)
+    assert BY_NAME.keys() == IN_PYTHON.keys()
     guide = (ROOT / "docs" / "guide" / "yaml.md").read_text()
     assert set(re.findall(r"\(\.\./\.\./examples/configs/(\w+)\.yaml\)", guide)) == set(IN_PYTHON)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_configuration_means_what_python_says(path: Path) -> None:
-    strategy, expected = strategy_of(parse("--config", path)), IN_PYTHON[path.stem]()
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_a_configuration_means_what_python_says(name: str) -> None:
+    strategy, expected = strategy_of(parse("--config", BY_NAME[name])), IN_PYTHON[name]()
     assert strategy.settings.describe() == expected.settings.describe()
     for attribute in ("system", "process_group_backend", "dense_rules", "_timeout", "_start_method"):
         assert getattr(strategy, attribute) == getattr(expected, attribute), attribute
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=() if path.stem == "parts" else pytest.mark.slow)
-        for path in CONFIGS
-        if path.stem != "names"
-    ],
-)
-def test_a_configuration_trains(path: Path, tmp_path: Path) -> None:
-    first, second = fit(tmp_path, "--config", path, "--trainer.strategy.start_method=fork")
+@pytest.mark.parametrize("name", quick_of([name for name in IN_PYTHON if name != "names"], ["parts"]))
+def test_a_configuration_trains(name: str, tmp_path: Path) -> None:
+    first, second = fit(tmp_path, "--config", BY_NAME[name], "--trainer.strategy.start_method=fork")
     assert first["report"]["windows"] == first["steps"] == second["steps"] == 4  # exchanges: one per optimizer step
     assert first["report"]["plain_ddp"] is None
     assert first["report"]["tensors"] == len(first["parameters"]) == 32
-    assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
+    assert equal(first["parameters"], second["parameters"])
     assert all(p.isfinite().all() for p in first["parameters"])
 
 
@@ -153,11 +124,11 @@ def test_a_configuration_trains(path: Path, tmp_path: Path) -> None:
 def test_the_shortest_configuration_trains_as_a_script_and_saves_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "cli.py"), "fit"]
     names = ["--config", str(ROOT / "examples" / "configs" / "names.yaml")]
     short = ["--trainer.max_steps=6", "--trainer.limit_train_batches=3", "--model.widths=[8,16]"]
-    ended = start([*command, *names, *short], tmp_path)
-    assert re.search(r"SAFusionStrategy: 32 tensors travel in \d+ buffers", ended.stderr + ended.stdout)
+    command = [sys.executable, ROOT / "examples" / "cli.py", "fit", *names, *short]
+    with started(command, tmp_path / "output") as training:  # Lightning starts it once more for the second worker
+        assert re.search(r"SAFusionStrategy: 32 tensors travel in \d+ buffers", training.finish(120))
     (saved,) = tmp_path.glob("lightning_logs/version_0/config.yaml")
     # as values: what was imported before decides whether the CLI takes a 3 that may be an int or a float for 3 or 3.0
     configuration = yaml.safe_load(saved.read_text())
@@ -165,19 +136,13 @@ def test_the_shortest_configuration_trains_as_a_script_and_saves_itself(
     assert yaml.safe_load(printed_config(capsys, *names, *short)) == configuration
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=() if path.stem in ("compressor", "dgc") else pytest.mark.slow)
-        for path in CONFIGS
-    ],
-)
-def test_a_printed_configuration_gives_itself(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = printed_config(capsys, "--config", path)
+@pytest.mark.parametrize("name", quick_of(IN_PYTHON, ("compressor", "dgc")))
+def test_a_printed_configuration_gives_itself(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_config(capsys, "--config", BY_NAME[name])
     (tmp_path / "printed.yaml").write_text(printed)
     assert printed_config(capsys, "--config", tmp_path / "printed.yaml") == printed
     assert "lightning_safusion.sparsify" not in printed  # classes are named as users name them
-    given, full = yaml.safe_load(path.read_text()), yaml.safe_load(printed)
+    given, full = yaml.safe_load(BY_NAME[name].read_text()), yaml.safe_load(printed)
     assert _contains(full, given)
 
 
@@ -219,8 +184,7 @@ def _contains(whole: Any, part: Any) -> bool:
     ],
 )  # fmt: skip
 def test_the_command_line_overrides(args: list[str], expected: Callable[[], SAFusionStrategy]) -> None:
-    paths = {path.stem: str(path) for path in CONFIGS}
-    strategy = strategy_of(parse(*(paths.get(arg, arg) for arg in args)))
+    strategy = strategy_of(parse(*(BY_NAME.get(arg, arg) for arg in args)))
     assert strategy.settings.describe() == expected().settings.describe()
     assert strategy.dense_rules == expected().dense_rules
 
@@ -229,16 +193,6 @@ def test_the_command_line_overrides(args: list[str], expected: Callable[[], SAFu
     ("option", "message"),
     [
         ("compressor=gausiank", "unknown compressor 'gausiank'. Did you mean 'gaussiank'? Choose one of 'topk',"),
-        ("system=safuson", "unknown system 'safuson'. Did you mean 'safusion'? Choose one of 'safusion',"),
-        (
-            "fusion=adptive",
-            "unknown fusion policy 'adptive'. Did you mean 'adaptive'? Choose one of 'adaptive', 'aligned', 'behind',",
-        ),
-        (
-            "memory=residul",
-            "unknown memory 'residul'. Did you mean 'residual'? Choose one of 'auto', 'residual', 'decoupled',",
-        ),
-        ("wire=bf17", "'bf17'"),
         ("density=2", "density must be in (0, 1], got 2.0"),
         ("scope=layer", "Literal['tensor', 'group']"),
         ("collective=alltoall", "'auto', 'allgather', 'hybrid', 'hierarchical', 'hierarchical-sharded', 'allreduce', "),
@@ -285,13 +239,7 @@ def test_explicit_defaults_of_ddp_change_nothing(tmp_path: Path) -> None:
         assert one["bucket_view"]
         assert one["report"]["plan"] == other["report"]["plan"]
         assert one["report"]["bytes_sent"] == other["report"]["bytes_sent"]
-        assert all(torch.equal(a, b) for a, b in zip(one["parameters"], other["parameters"], strict=True))
-
-
-@pytest.mark.parametrize("option", ["model_averaging_period=4", "skip_all_reduce_unused_params=true"])
-def test_an_option_of_ddp_that_contradicts_the_strategy_is_named(option: str) -> None:
-    with pytest.raises((MisconfigurationException, ValueError), match=option.partition("=")[0]):
-        parse(CLASS, f"--trainer.strategy.{option}")
+        assert equal(one["parameters"], other["parameters"])
 
 
 @pytest.mark.slow

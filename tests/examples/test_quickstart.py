@@ -9,7 +9,7 @@ import pytest
 
 from lightning_safusion.comm import LinearCost
 from lightning_safusion.fusion import build
-from tests.scripts import run_script
+from tests.process_group import run_script
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 CHEAP, DEAR = LinearCost(1e-6, 1e-12), LinearCost(1.0, 1.0)
