@@ -16,24 +16,14 @@ from tests.e2e.processes import need, started, which
 
 _LIMIT = 60.0  # seconds for a command
 _ARGUMENTS = [
-    *(
-        "--headless=new",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--hide-scrollbars",
-        "--force-device-scale-factor=1",
-    ),
+    *("--headless=new", "--disable-gpu", "--disable-dev-shm-usage"),
+    *("--hide-scrollbars", "--force-device-scale-factor=1"),
     *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
 
 
 class Browser:
-    """One window.
-
-    Args:
-        port: Of chromedriver, on this host.
-        arguments: For Chromium.
-    """
+    """One window of a Chromium that the chromedriver at a port of this host starts with some arguments."""
 
     def __init__(self, port: int, arguments: list[str]) -> None:
         self._port = port
@@ -55,12 +45,8 @@ class Browser:
             raise RuntimeError(f"{method} {path}: {str(value)[:2000]}")
         return value
 
-    def _post(self, path: str, **content: Any) -> Any:
-        return self._send("POST", path, **content)
-
     def devtools(self, command: str, **parameters: Any) -> Any:
-        """A command of the DevTools protocol."""
-        return self._post("/goog/cdp/execute", cmd=command, params=parameters)
+        return self._send("POST", "/goog/cdp/execute", cmd=command, params=parameters)
 
     def show(self, page: Path, width: int, height: int, scheme: str) -> None:
         """Opens a file in a window of this size, on a light or a dark screen, and forgets what was logged before."""
@@ -68,39 +54,34 @@ class Browser:
         self.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.devtools("Emulation.setDeviceMetricsOverride", **size)
-        self._post("/url", url=page.resolve().as_uri())
+        self._send("POST", "/url", url=page.resolve().as_uri())
 
     def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
-        return self._post("/execute/sync", script=f"return {expression}", args=[])
+        return self._send("POST", "/execute/sync", script=f"return {expression}", args=[])
 
     def console(self) -> list[str]:
         """What the page has written to the console since it was asked last: errors, warnings, refused requests."""
-        return [entry["message"] for entry in self._post("/se/log", type="browser")]
+        return [entry["message"] for entry in self._send("POST", "/se/log", type="browser")]
 
     def requests(self) -> list[str]:
         """Addresses that were asked for since it was asked last, without those of Chromium's own pages."""
-        messages = [json.loads(entry["message"])["message"] for entry in self._post("/se/log", type="performance")]
+        messages = [
+            json.loads(entry["message"])["message"] for entry in self._send("POST", "/se/log", type="performance")
+        ]
         asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
         return [address for address in asked if not address.startswith("chrome:")]
 
     def screenshot(self, file: Path) -> None:
-        """Saves the whole page as PNG."""
         picture = self.devtools("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(picture["data"]))
 
     def close(self) -> None:
-        """Ends Chromium."""
         self._send("DELETE", "")
 
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """A browser for one test; skips it where Chromium or chromedriver is missing.
-
-    Args:
-        folder: For the driver's output.
-    """
+    """A browser for one test, whose driver writes to a folder; skips it where Chromium or chromedriver is missing."""
     need("chromium", "chromedriver", root=False)
     arguments = [*_ARGUMENTS, *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with (

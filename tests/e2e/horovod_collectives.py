@@ -149,7 +149,6 @@ def measured(transport: HorovodTransport) -> dict[str, bool]:
 
 
 def main(folder: Path) -> None:
-    """Writes ``collectives<rank>.json``."""
     torch.set_num_threads(1)
     transport = HorovodTransport()
     result = {

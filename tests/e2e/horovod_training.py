@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_safusion import SAFusionStrategy
+from tests.models import trainer
 
 #: What each training gives the strategy.
 CASES: dict[str, dict[str, Any]] = {
@@ -42,30 +43,17 @@ class Classifier(LightningModule):
 
 
 def data() -> DataLoader[Any]:
-    """The same in every process."""
     generator = torch.Generator().manual_seed(3)
     x, words = torch.randn(640, 32, generator=generator), torch.randint(50, (640,), generator=generator)
     y = torch.randint(10, (640,), generator=generator)
     return DataLoader(TensorDataset(x, words, y), batch_size=16)
 
 
-def trainer(strategy: SAFusionStrategy, **options: Any) -> Trainer:
-    """Two workers, quiet."""
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    defaults = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "deterministic": True, **quiet}
-    return Trainer(strategy=strategy, **(defaults | options))
-
-
 def train(folder: Path, transport: str) -> None:
     """Writes ``<case><rank>.pt`` for every case: final state and the last step's figures."""
     for name, options in CASES.items():
         model = Classifier()
-        fit = trainer(SAFusionStrategy(transport=transport, **options))
+        fit = trainer(SAFusionStrategy(transport=transport, **options), deterministic=True)
         fit.fit(model, data())
         figures = {"carrier": torch.distributed.get_backend(), **fit.strategy.figures()}
         torch.save({"state": model.state_dict(), "figures": figures}, folder / f"{name}{fit.global_rank}.pt")

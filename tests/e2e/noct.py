@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,6 +20,7 @@ from lightning_safusion import Aligned, SAFusionStrategy
 from lightning_safusion.callbacks import OverlapProfiler
 from lightning_safusion.comm import TorchTransport
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
+from tests.models import trainer
 
 BLOCK = 10  # steps with the exchange, then as many without
 BLOCKS = 10
@@ -40,16 +41,12 @@ class SwitchedTransport(TorchTransport):
 
 
 class SwitchedStrategy(SAFusionStrategy):
-    """Exchanges over it."""
-
     def _make_transport(self, model: nn.Module) -> Transport:
         self.switched = SwitchedTransport()
         return self.switched
 
 
 class Pause(torch.autograd.Function):
-    """Sleeps in both directions."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         time.sleep(FORWARD)
@@ -79,7 +76,6 @@ class Model(LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx % BLOCK == 0:
-            assert isinstance(self.trainer.strategy, SwitchedStrategy)
             self.trainer.strategy.switched.on = is_on(batch_idx)
             self.trainer.strategy.barrier()
 
@@ -91,7 +87,6 @@ class Model(LightningModule):
 
 
 def is_on(step: int) -> bool:
-    """Whether gradients are exchanged in this step."""
     return step // BLOCK % 2 == 0
 
 
@@ -100,23 +95,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", required=True)
     parser.add_argument("--density", type=float, default=0.25)
-    folder, density = (vars(parser.parse_args())[name] for name in ("folder", "density"))
+    args = parser.parse_args()
     torch.set_flush_denormal(True)
     steps = BLOCK * BLOCKS
     data = TensorDataset(torch.randn(2 * BATCH * steps, WIDTH, generator=torch.Generator().manual_seed(1)))
-    trainer = Trainer(
-        accelerator="cpu",
+    torch.set_num_threads(1)
+    job = trainer(
+        SwitchedStrategy(collective="allgather", density=args.density, fusion=Aligned(4), wire="auto"),
         devices=1,
         num_nodes=2,
-        strategy=SwitchedStrategy(collective="allgather", density=density, fusion=Aligned(4), wire="auto"),
-        callbacks=[OverlapProfiler(BLOCK, BLOCK, folder)],
+        callbacks=[OverlapProfiler(BLOCK, BLOCK, args.folder)],
         max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
     )
-    torch.set_num_threads(1)
-    trainer.fit(Model(), DataLoader(data, batch_size=BATCH))
+    job.fit(Model(), DataLoader(data, batch_size=BATCH))
 
 
 if __name__ == "__main__":

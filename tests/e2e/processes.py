@@ -11,11 +11,13 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+
+from lab.bench.links import Namespace
 
 _T = TypeVar("_T")
 
@@ -26,12 +28,7 @@ _LAUNCHERS = ("SLURM_", "SRUN_", "SBATCH_", "MASTER_", "LOCAL_", "GROUP_", "NODE
 
 
 def need(*programs: str, root: bool = True) -> None:
-    """Skips the test where it cannot run.
-
-    Args:
-        programs: Must be on the path; daemons may be in ``/usr/sbin``.
-        root: The programs need the rights of root.
-    """
+    """Skips the test where these programs, or the rights of root that they need, are missing."""
     if root and os.geteuid() != 0:
         pytest.skip("needs root")
     missing = [name for name in programs if which(name) is None]
@@ -54,14 +51,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Program:
-    """A started program.
-
-    Args:
-        command: What to run.
-        log: File for its output.
-        env: Its environment.
-        mark: Recognises it and its descendants.
-    """
+    """A started program that writes to a log; ``mark`` recognises it and its descendants."""
 
     def __init__(self, command: Sequence[str | Path], log: Path, env: Mapping[str, str], mark: str) -> None:
         self.log, self.mark = log, mark
@@ -83,7 +73,6 @@ class Program:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
         return self.log.read_text(errors="replace")
 
     def wait_for(self, pattern: str, timeout: float) -> re.Match[str]:
@@ -114,7 +103,6 @@ class Program:
         return pid
 
     def end(self) -> None:
-        """Ends it, and what is left of its descendants."""
         if self._process.poll() is None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -144,7 +132,6 @@ def wait_until(condition: Callable[[], _T | None], timeout: float, explain: Call
 
 
 def find(**variables: str) -> list[int]:
-    """Processes that have all these variables in their environment."""
     wanted = {f"{key}={value}".encode() for key, value in variables.items()}
     found = []
     for entry in Path("/proc").iterdir():
@@ -160,3 +147,18 @@ def kill(**variables: str) -> None:
     for pid in find(**variables):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def on_two_machines(machines: Sequence[Namespace], folder: Path, timeout: float, *command: str | Path) -> str:
+    """Runs a Python script, or module, under torchrun on both machines; what the first has printed."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--master-addr", machines[0].address, "--master-port", "29500", "--node-rank"]
+    env = environment(GLOO_SOCKET_IFNAME="eth0", NUMEXPR_MAX_THREADS="1")
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(started([*enter, *torchrun, str(rank), *command], folder / f"output{rank}", env))
+            for rank, enter in enumerate(("ip", "netns", "exec", machine.name) for machine in machines)
+        )
+        output = first.finish(timeout)
+        second.finish(20)
+    return output

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.callbacks import BufferSizeTuner, OverlapProfiler, TensorMissingRateMonitor
+from tests.models import trainer
 
 STEPS = 60
 
@@ -50,23 +51,17 @@ def _batches() -> DataLoader[Any]:
 def main(folder: Path, system: str, density: float) -> None:
     """Trains, and leaves the files in ``folder/safusion``."""
     torch.set_num_threads(1)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=SAFusionStrategy(system=system, density=density, collective="allgather"),
+    job = trainer(
+        SAFusionStrategy(system=system, density=density, collective="allgather"),
         max_steps=STEPS,
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[
             OverlapProfiler(every_n_steps=20, record_steps=10, table=False),
             BufferSizeTuner(),
             TensorMissingRateMonitor(every_n_steps=2),
         ],
     )
-    trainer.fit(Deep(), _batches())
+    job.fit(Deep(), _batches())
 
 
 if __name__ == "__main__":

@@ -45,12 +45,7 @@ PartitionName=all Nodes=n[1-2] Default=YES MaxTime=60 OverSubscribe=NO
 
 
 class SlurmCluster:
-    """A running cluster; made by :func:`slurm_cluster`.
-
-    Args:
-        folder: Of its configuration, sockets and logs.
-        host: This machine's short name.
-    """
+    """A running cluster, made by :func:`slurm_cluster`; a folder has its configuration, sockets and logs."""
 
     def __init__(self, folder: Path, host: str) -> None:
         self.folder = folder
@@ -61,7 +56,6 @@ class SlurmCluster:
         (folder / "gres.conf").write_text("AutoDetect=off\nName=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
 
     def run(self, program: str, *arguments: str, timeout: float = 20.0, cwd: Path | None = None) -> str:
-        """Runs one of Slurm's commands; returns its output."""
         done = subprocess.run(
             [which(program) or program, *arguments],
             env=self.env,
@@ -95,7 +89,6 @@ class SlurmCluster:
         return output()
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
 
     def start(self, stack: ExitStack) -> None:

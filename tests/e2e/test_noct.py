@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from statistics import median
 
 import pytest
 
-from lab.bench.links import Namespace, linked_namespaces
+from lab.bench.links import linked_namespaces
 from tests.e2e.noct import BLOCK, is_on
-from tests.e2e.processes import ROOT, environment, need, started
+from tests.e2e.processes import ROOT, need, on_two_machines
 
 pytestmark = pytest.mark.slow
 
 
-def _command(machine: Namespace, node_rank: int, main: Namespace, folder: Path) -> list[str | Path]:
-    rendezvous = ["--master-addr", main.address, "--master-port", "29500"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous]
-    script = ROOT / "tests" / "e2e" / "noct.py"
-    return ["ip", "netns", "exec", machine.name, *torchrun, "--node-rank", str(node_rank), script, "--folder", folder]
-
-
 def test_exposed_exchange_is_what_a_step_takes_longer_with_it(tmp_path: Path) -> None:
     need("ip", "tc")
-    env = environment(GLOO_SOCKET_IFNAME="eth0")
-    with (
-        linked_namespaces(2, rate="15mbit") as (main, other),
-        started(_command(main, 0, main, tmp_path), tmp_path / "output0", env) as first,
-        started(_command(other, 1, main, tmp_path), tmp_path / "output1", env) as second,
-    ):
-        first.finish(150)
-        second.finish(20)
+    script = ROOT / "tests" / "e2e" / "noct.py"
+    with linked_namespaces(2, rate="15mbit") as machines:
+        on_two_machines(machines, tmp_path, 150, script, "--folder", tmp_path)
     rows = json.loads((tmp_path / "overlap.json").read_text())["steps"]
     rows = [row for row in rows if row["step"] >= 2 * BLOCK and row["step"] % BLOCK > 1]  # settled
     on, off = ([row for row in rows if is_on(row["step"]) is state] for state in (True, False))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import yaml
 
 from lab.bench.links import Namespace, linked_namespaces
 from lightning_safusion.tools.bench.run import ALWAYS, ROWS
-from tests.e2e.processes import environment, need, started
+from tests.e2e.processes import need, on_two_machines
 
 pytestmark = pytest.mark.slow
 
@@ -81,60 +80,22 @@ if __name__ == "__main__":
     torch.distributed.destroy_process_group()  # gloo may abort a process that leaves it to the interpreter
 """
 CONFIG: dict[str, Any] = {
-    "trainer": {
-        "accelerator": "cpu",
-        "devices": 1,
-        "num_nodes": 2,
-        "strategy": "ddp",
-        "logger": False,
-        "enable_checkpointing": False,
-    },
+    "trainer": {"accelerator": "cpu", "devices": 1, "num_nodes": 2, "strategy": "ddp"}
+    | {"logger": False, "enable_checkpointing": False},
     "model": {"class_path": "mine.Net"},
     "data": {"class_path": "mine.Data"},
 }
 
 
-def launch(machines: Sequence[Namespace], folder: Path, name: str, *command: str) -> str:
-    """Runs a command under torchrun on both machines; returns what the first has printed."""
-    main, programs = machines[0], []
-    env = environment(GLOO_SOCKET_IFNAME="eth0", NUMEXPR_MAX_THREADS="1")
-    for rank, machine in enumerate(machines):
-        rendezvous = [
-            "--nnodes",
-            "2",
-            "--node-rank",
-            str(rank),
-            "--master-addr",
-            main.address,
-            "--master-port",
-            "29500",
-        ]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *rendezvous]
-        programs.append([*("ip", "netns", "exec", machine.name), *torchrun, *command])
-    with (
-        started(programs[0], folder / f"{name}-0.log", env) as first,
-        started(programs[1], folder / f"{name}-1.log", env) as second,
-    ):
-        output = first.finish(LIMIT)
-        second.finish(20)
-    return output
-
-
-def trained(machines: Sequence[Namespace], folder: Path, name: str, file: str) -> float:
-    """Median step of a training, without loading."""
-    output = launch(machines, folder, name, "mine.py", "fit", "--config", file)
+def trained(machines: Sequence[Namespace], folder: Path, file: str) -> float:
+    output = on_two_machines(machines, folder, LIMIT, "mine.py", "fit", "--config", file)
     found = re.search(rf"median step ([\d.]+) of {STEPS}", output)
     assert found, output[-3000:]
     return float(found[1])
 
 
 def check_words(printed: str, verdict: dict[str, Any]) -> None:
-    """Fails unless the verdict is printed as it is written, and says all that a user wants to know.
-
-    Args:
-        printed: By the command.
-        verdict: What it wrote.
-    """
+    """Fails unless the verdict is printed as it is written, and says all that a user wants to know."""
     words, best = " ".join(verdict["verdict"]), verdict["best"]
     assert words in " ".join(printed.split())
     rows = {row["system"]: row for row in verdict["systems"]}
@@ -157,11 +118,11 @@ def test_the_verdict_on_a_strangers_job_is_true(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     command = ("-m", "safusion_command", "bench", "--config", "config.yaml", "--output", "out", "--rounds", "2")
     with linked_namespaces(2, "100mbit") as machines:
-        printed = launch(machines, tmp_path, "bench", *command)
+        printed = on_two_machines(machines, tmp_path, LIMIT, *command)
         verdict = json.loads((tmp_path / "out" / "bench.json").read_text())
         check_words(printed, verdict)
-        plain = trained(machines, tmp_path, "plain", "config.yaml")
-        sparse = trained(machines, tmp_path, "sparse", "out/best.yaml")
+        plain = trained(machines, tmp_path, "config.yaml")
+        sparse = trained(machines, tmp_path, "out/best.yaml")
     print(verdict["verdict"], plain, sparse)
     assert sparse < plain
     said = next(row["over_ddp"] for row in verdict["systems"] if row["system"] == verdict["best"])

@@ -31,37 +31,32 @@ def _submit(cluster: SlurmCluster, folder: Path, script: str, *sizes: str) -> tu
 
 
 def test_a_job_is_measured_where_srun_starts_it(cluster: SlurmCluster, tmp_path: Path) -> None:
-    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    job = ["--model", "tests.tools.bench.own_job:Net", "--data", "tests.tools.bench.own_job:Data"]
-    short = ["--systems", "ddp-bf16", "--rounds", "1", "--block", "2", "--calibrate", "false"]
-    output = ["--output", str(tmp_path / "out")]
-    worker = [sys.executable, "-m", "safusion_command", "bench", *job, *short, *output]
-    with started([*srun, *worker], tmp_path / "output", cluster.env) as bench:
+    command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    command += [sys.executable, "-m", "safusion_command", "bench", "--output", str(tmp_path / "out")]
+    command += ["--model", "tests.tools.bench.own_job:Net", "--data", "tests.tools.bench.own_job:Data"]
+    command += ["--systems", "ddp-bf16", "--rounds", "1", "--block", "2", "--calibrate", "false"]
+    with started(command, tmp_path / "output", cluster.env) as bench:
         assert "2 workers on 2 machines" in bench.finish(LIMIT)
     assert "strategy" in (tmp_path / "out" / "best.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("script", "sizes"),
-    [
-        ("single_node.sbatch", ("--ntasks-per-node=2", "--gpus-per-node=2")),
-        ("multi_node.sbatch", ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")),
-    ],
-)
+ON_ONE = ("--ntasks-per-node=2", "--gpus-per-node=2")
+ON_TWO = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
+
+
+@pytest.mark.parametrize(("script", "sizes"), [("single_node", ON_ONE), ("multi_node", ON_TWO)])
 def test_batch_scripts_train_as_popen_does(
     cluster: SlurmCluster, tmp_path: Path, reference: Path, script: str, sizes: tuple[str, ...]
 ) -> None:
-    number, log, folder = _submit(cluster, tmp_path, script, *sizes)
+    number, log, folder = _submit(cluster, tmp_path, f"{script}.sbatch", *sizes)
     assert_sparse(cluster.finish(number, log, LIMIT))
     assert_same(folder, reference)
 
 
 def test_a_requeued_job_ends_as_if_nothing_had_happened(cluster: SlurmCluster, tmp_path: Path, reference: Path) -> None:
-    sizes = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
-    number, log, folder = _submit(cluster, tmp_path, "requeue.sbatch", *sizes)
-    wait_until(
-        lambda: log.exists() and re.search(r"step 40\b", log.read_text()), LIMIT, lambda: str(cluster.job(number))
-    )
+    number, log, folder = _submit(cluster, tmp_path, "requeue.sbatch", *ON_TWO)
+    begun = re.compile(r"step 40\b")
+    wait_until(lambda: log.exists() and begun.search(log.read_text()), LIMIT, lambda: str(cluster.job(number)))
     cluster.run("scancel", "--signal=SIGUSR1", number)  # what --signal does shortly before the limit
 
     output = cluster.finish(number, log, LIMIT)

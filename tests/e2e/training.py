@@ -26,13 +26,11 @@ def command(folder: Path, *more: str) -> list[str | Path]:
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
-    """The parameters that a training has ended with."""
     state: dict[str, torch.Tensor] = torch.load(folder / "final.pt", weights_only=True)
     return state
 
 
 def assert_same(folder: Path, reference: Path) -> None:
-    """Both trainings have ended with the same parameters, bit for bit."""
     mine, expected = final(folder), final(reference)
     assert mine.keys() == expected.keys()
     different = [name for name in mine if not torch.equal(mine[name], expected[name])]
@@ -47,12 +45,10 @@ def assert_sparse(output: str) -> None:
 
 
 def saved_at(output: str) -> dict[str, list[int]]:
-    """By rank: the steps at which it says it has saved."""
     return _steps(output, "saves")
 
 
 def continued_at(output: str) -> dict[str, list[int]]:
-    """By rank: the steps at which it says it has continued."""
     return _steps(output, "continues")
 
 

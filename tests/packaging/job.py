@@ -23,8 +23,6 @@ STEPS, HALF = 30, 25  # of which the first 20 are dense with Adam
 
 
 class Model(LightningModule):
-    """Two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -75,7 +73,6 @@ def train(folder: Path, steps: int, checkpoint: Path | None = None) -> tuple[lis
 
 
 def main(folder: Path) -> None:
-    """Trains three times, in a folder."""
     whole, report = train(folder / "whole", STEPS)
     assert report["windows"] == STEPS, report
     assert 0 < report["achieved_density"] < 0.5, report

@@ -28,7 +28,6 @@ LIGHTNING = ("2.4", "2.5", "2.6")
 
 
 def train(python: str | Path, folder: Path) -> dict[str, str]:
-    """Runs the job with an interpreter; the versions that it had."""
     folder.mkdir()
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     printed = run(python, ROOT / "tests" / "packaging" / "job.py", folder, cwd=folder, **variables)

@@ -27,14 +27,8 @@ pytestmark = [
 ]
 ROOM = 12 << 30  # bytes, for the environment and what it is unpacked from
 TOOLS = (
-    "pytest",
-    "pytest-rerunfailures",
-    "pytest-xdist",
-    "hypothesis",
-    "lion-pytorch",
-    "schedulefree",
-    "scikit-learn",
-    "scipy",
+    *("pytest", "pytest-rerunfailures", "pytest-xdist", "hypothesis"),
+    *("lion-pytorch", "schedulefree", "scikit-learn", "scipy"),
 )
 TESTS = (
     "tests/test_strategy.py",
@@ -50,15 +44,15 @@ def interpreter(version: str) -> str:
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     installed = sorted(pyenv.glob(f"{version}.*/bin/python{version}"))
     for program in (f"python{version}", *map(str, installed)):
-        if (
-            shutil.which(program)
-            and subprocess.run([program, "-c", ""], capture_output=True, check=False).returncode == 0
-        ):
+        if shutil.which(program) and _works(program, "-c", ""):
             return program
-    found = subprocess.run(["uv", "python", "install", version], capture_output=True, check=False).returncode == 0  # noqa: S607
-    if not found:
+    if not _works("uv", "python", "install", version):
         pytest.skip(f"no Python {version} here, and uv cannot get one")
     return version
+
+
+def _works(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 @pytest.fixture
@@ -80,8 +74,8 @@ def test_declared_versions_work(version: str, resolution: str, folder: Path) -> 
     python = folder / "environment" / "bin" / "python"
     run("uv", "venv", "--quiet", "--python", called, folder / "environment")
     pip = ["uv", "pip", "install", "--quiet", "--no-cache", "--python", python]
-    extras = ["--extra", "plot"]
-    run(*pip, "--resolution", resolution, "--requirements", tree / "pyproject.toml", *extras, timeout=1500)
+    declared = ["--requirements", tree / "pyproject.toml", "--extra", "plot"]
+    run(*pip, "--resolution", resolution, *declared, timeout=1500)
     run(*pip, "--no-deps", wheel)
     run(*pip, *TOOLS)
 

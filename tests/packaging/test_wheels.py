@@ -99,13 +99,11 @@ def test_an_install_line_of_the_documents_works(extras: str, built: Path, tmp_pa
     names = [name for name in extras.split(",") if name]
     python = clean_environment(tmp_path / "environment", extras_of(wheel, names))
     install(python, f"lightning-safusion[{extras}]" if extras else "lightning-safusion", "--find-links", built)
+    package = next((tmp_path / "environment").rglob("lightning_safusion/__init__.py"))
     loaded = (
         "import lightning_safusion as s; from lightning_safusion.kernels import cpu; print(s.__file__, cpu.usable())"
     )
-    assert run(python, "-c", loaded, cwd=tmp_path).split() == [
-        str(next((tmp_path / "environment").rglob("lightning_safusion/__init__.py"))),
-        "True",
-    ]
+    assert run(python, "-c", loaded, cwd=tmp_path).split() == [str(package), "True"]
     if not names:
         shutil.copy(ROOT / "examples" / "quickstart.py", tmp_path)
         assert "loss 0.0" in run(python, "quickstart.py", cwd=tmp_path)
