@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from tokenizers import ByteLevelBPETokenizer
 from torch.nn import functional
 
 from examples.workloads.language.gpt2 import GPT2
 from examples.workloads.language.raw_wikitext import WikiText103, encode
 from examples.workloads.make_tiny_data import make_wikitext103
+from tests.models import trainer
 
 SMALL: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "vocabulary_size": 300, "positions": 32}
 
@@ -42,13 +42,7 @@ def test_blocks_are_the_text(wikitext: Path) -> None:
     assert {tuple(row) for row in trained.tolist()} <= {tuple(row) for row in data.blocks["train"].tolist()}
 
 
-def test_missing_files_are_named_with_their_source(wikitext: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no wiki.train.raw, .*wikitext-103-raw-v1.zip .*--data.folder"):
-        WikiText103(tmp_path, wikitext).setup("fit")
-    with pytest.raises(FileNotFoundError, match=r"no vocab.json, merges.txt. .*gpt2-large.*--data.vocabulary"):
-        WikiText103(wikitext, tmp_path).setup("fit")
-    with pytest.raises(FileNotFoundError, match=r"no config.json, model.safetensors. .*--model.pretrained"):
-        GPT2(**SMALL, pretrained=tmp_path)
+def test_a_text_that_is_too_short_is_refused(wikitext: Path) -> None:
     with pytest.raises(ValueError, match="wiki.valid.raw has .* tokens, block=1000000 needs more"):
         WikiText103(wikitext, wikitext, block=1_000_000).setup("validate")
 
@@ -56,8 +50,7 @@ def test_missing_files_are_named_with_their_source(wikitext: Path, tmp_path: Pat
 def test_the_perplexity_is_that_of_every_token_but_the_first_of_a_block(wikitext: Path) -> None:
     data = WikiText103(wikitext, wikitext, batch_size=3, block=32)
     model = GPT2(**SMALL)
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
-    (result,) = trainer.validate(model, data, verbose=False)
+    (result,) = trainer("auto", devices=1).validate(model, data, verbose=False)
     tokens = data.blocks["validation"].long()
     model.eval()  # no dropout
     with torch.no_grad():

@@ -13,6 +13,7 @@ from examples.workloads.language.lstm import LSTMLanguageModel
 from examples.workloads.language.tokens import IGNORED, Columns, Vocabulary, words
 from examples.workloads.language.wikitext import WikiText2
 from examples.workloads.make_tiny_data import make_wikitext2
+from tests.models import trainer
 
 VOCABULARY = 90  # of lstm_wikitext2_tiny.yaml
 
@@ -28,16 +29,6 @@ def write_text(folder: Path, **texts: str) -> Path:
     for split in ("train", "valid", "test"):
         (folder / f"wiki.{split}.tokens").write_text(texts.get(split, texts["train"]), encoding="utf-8")
     return folder
-
-
-def quiet_trainer() -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
 
 
 def test_words_are_separated_by_blanks_and_lines_end(tmp_path: Path) -> None:
@@ -75,20 +66,11 @@ def test_a_text_that_is_too_short_is_refused() -> None:
         Columns(torch.arange(5), batch_size=3, window=2, rank=0, workers=2, pad=False)
 
 
-def test_missing_files_are_named_with_their_source(tmp_path: Path) -> None:
-    write_text(tmp_path, train="a\n")
-    (tmp_path / "wiki.valid.tokens").unlink()
-    with pytest.raises(FileNotFoundError) as error:
-        WikiText2(tmp_path, vocabulary_size=2).setup("fit")
-    for part in (str(tmp_path), "has no wiki.valid.tokens.", "wikitext-2-v1.zip", "--data.folder"):
-        assert part in str(error.value)
-
-
 def test_the_perplexity_is_that_of_the_whole_text(tmp_path: Path) -> None:
     """Batches, windows and padding must not show: one pass over one column gives the same."""
     data = WikiText2(write_text(tmp_path, train="the cat sat on the mat\n" * 9), 7, batch_size=1, window=5)
     model = LSTMLanguageModel(7, embedding=4, hidden=6, layers=1, dropout=0.0)
-    (result,) = quiet_trainer().validate(model, data, verbose=False)
+    (result,) = trainer("auto", devices=1).validate(model, data, verbose=False)
     text = data.texts["validation"]
     with torch.no_grad():
         scores, _ = model(text[:-1, None])
@@ -96,7 +78,7 @@ def test_the_perplexity_is_that_of_the_whole_text(tmp_path: Path) -> None:
     assert result["val_perplexity"] == pytest.approx(float(expected), rel=1e-5)
 
     data.batch_size = 5  # 62 targets in 13 rows: three are padding
-    (padded,) = quiet_trainer().validate(model, data, verbose=False)
+    (padded,) = trainer("auto", devices=1).validate(model, data, verbose=False)
     assert padded["val_perplexity"] == pytest.approx(
         result["val_perplexity"], rel=0.05
     )  # columns begin without a state

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from tokenizers import BertWordPieceTokenizer
 from torch import Tensor
 
 from examples.workloads.squad.bert import BertSquad, best_span
 from examples.workloads.squad.data import Squad, collate
 from examples.workloads.squad.windows import Answer, Question, Window, cut, read_squad
+from tests.models import trainer
 
 WORDS = ["where", "?", *"abcdefghij", "strasse", "zurich", "##er", "##see", "der", ",", "日", "本"]
 SMALL: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "intermediate": 16, "vocabulary_size": 40}
@@ -38,6 +38,12 @@ def ask(context: str, *answers: str, question: str = "where?", id_: str = "q") -
 
 def words(tokenizer: BertWordPieceTokenizer, window: Window) -> str:
     return " ".join(tokenizer.id_to_token(token) for token in window.tokens)
+
+
+def whole(tokenizer: BertWordPieceTokenizer, question: Question) -> Window:
+    """The one window of a question."""
+    (window,) = cut(tokenizer, question, 30, doc_stride=8, max_question=64)
+    return window
 
 
 def peaks(window: Window, start: int, end: int, score: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -92,31 +98,29 @@ def test_a_long_question_is_shortened(tokenizer: BertWordPieceTokenizer) -> None
 
 def test_answers_come_back_in_the_spelling_of_the_text(tokenizer: BertWordPieceTokenizer) -> None:
     context = "Der Zürichersee, 日本, der ZÜRICH"
-    question = ask(context, "日本")
-    (window,) = cut(tokenizer, question, 30, doc_stride=8, max_question=64)
+    window = whole(tokenizer, ask(context, "日本"))
     assert words(tokenizer, window) == "[CLS] where ? [SEP] der zurich ##er ##see , 日 本 , der zurich [SEP]"
     assert window.text(window.start, window.end) == "日本"
     assert best_span(window, *peaks(window, 1, 3), 30) == (2.0, "Zürichersee")
     assert best_span(window, *peaks(window, 8, 9), 30) == (2.0, "der ZÜRICH")
 
 
-def test_characters_of_several_code_points_or_bytes_are_counted_as_python_does(
-    tokenizer: BertWordPieceTokenizer,
-) -> None:
-    context = "🙂🙂 Zu\u0308richersee 日本"  # outside the basic plane; a letter and its dots apart
-    for answer in ("Zu\u0308richersee", "日本"):
-        (window,) = cut(tokenizer, ask(context, answer), 30, doc_stride=8, max_question=64)
-        assert window.text(window.start, window.end) == answer
-
-
-def test_an_answer_inside_a_word_takes_the_whole_token(tokenizer: BertWordPieceTokenizer) -> None:
-    question = Question("q", "where?", "a zurich b", (Answer("uri", 3),))
-    (window,) = cut(tokenizer, question, 30, doc_stride=8, max_question=64)
-    assert window.text(window.start, window.end) == "zurich"
+@pytest.mark.parametrize(
+    ("context", "answer", "found"),
+    [
+        # characters of several code points or bytes, outside the basic plane, are counted as Python does
+        ("🙂🙂 Zu\u0308richersee 日本", "Zu\u0308richersee", "Zu\u0308richersee"),
+        ("🙂🙂 Zu\u0308richersee 日本", "日本", "日本"),
+        ("a zurich b", "uri", "zurich"),  # inside a word: the whole token
+    ],
+)
+def test_an_answer_is_found(tokenizer: BertWordPieceTokenizer, context: str, answer: str, found: str) -> None:
+    window = whole(tokenizer, ask(context, answer))
+    assert window.text(window.start, window.end) == found
 
 
 def test_the_best_span_is_in_the_context_forward_and_short(tokenizer: BertWordPieceTokenizer) -> None:
-    (window,) = cut(tokenizer, ask("a b c d e"), 20, doc_stride=8, max_question=64)
+    window = whole(tokenizer, ask("a b c d e"))
     starts, ends = peaks(window, 3, 1)  # the end is before the start: one of both peaks counts
     score, text = best_span(window, starts, ends, 30)
     assert (score, text) == (1.0, "a b")
@@ -141,19 +145,12 @@ def test_batches_are_padded_and_masked(tokenizer: BertWordPieceTokenizer) -> Non
 
 
 def squad_file(*questions: Question) -> str:
-    paragraphs = [
-        {
-            "context": question.context,
-            "qas": [
-                {
-                    "id": question.id,
-                    "question": question.question,
-                    "answers": [{"text": text, "answer_start": start} for text, start in question.answers],
-                }
-            ],
-        }
-        for question in questions
-    ]
+    def paragraph(question: Question) -> dict[str, Any]:
+        answers = [{"text": text, "answer_start": start} for text, start in question.answers]
+        asked = {"id": question.id, "question": question.question, "answers": answers}
+        return {"context": question.context, "qas": [asked]}
+
+    paragraphs = [paragraph(question) for question in questions]
     return json.dumps({"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]})
 
 
@@ -164,17 +161,6 @@ def test_a_file_is_read_as_published(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_text(squad_file(Question("x7", "where?", "a b", (Answer("b", 0),))))
     with pytest.raises(ValueError, match="'b' of question x7 is not at 0"):
         read_squad(tmp_path / "train.json")
-
-
-def test_missing_files_are_named_with_their_source(tmp_path: Path, vocabulary: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no train-v1.1.json, dev-v1.1.json. Get both from https://rajpurkar"):
-        Squad(tmp_path, vocabulary).setup("fit")
-    for name in ("train-v1.1.json", "dev-v1.1.json"):
-        (tmp_path / name).write_text(squad_file())
-    with pytest.raises(FileNotFoundError, match=r"bert-x has no vocab.txt. .*--data.vocabulary"):
-        Squad(tmp_path, tmp_path / "bert-x" / "vocab.txt").setup("fit")
-    with pytest.raises(FileNotFoundError, match=r"no config.json, model.safetensors. .*--model.pretrained"):
-        BertSquad(**SMALL, pretrained=tmp_path / "bert-x")
 
 
 def test_exact_match_and_f1_are_those_worked_out_by_hand(
@@ -206,7 +192,6 @@ def test_exact_match_and_f1_are_those_worked_out_by_hand(
     model = BertSquad(**SMALL)
     monkeypatch.setattr(model.net, "forward", lambda input_ids, **_: Scores(input_ids))
     data = Squad(tmp_path, vocabulary, batch_size=3, max_length=9, doc_stride=3)
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
-    (result,) = trainer.validate(model, data, verbose=False)
+    (result,) = trainer("auto", devices=1).validate(model, data, verbose=False)
     assert result["val_exact_match"] == pytest.approx(100 * 2 / 4)
     assert result["val_f1"] == pytest.approx(100 * (1 + 2 / 3 + 0 + 1) / 4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from examples.workloads.language.bigram import bigram_perplexity
 from examples.workloads.language.tokens import Vocabulary
 from examples.workloads.make_tiny_data import make_cifar100, make_imagenet, make_squad, make_wikitext2, make_wikitext103
 from tests.examples.workload_runs import ROOT, Run, fit
+from tests.packaging.environments import run
 
 pytestmark = pytest.mark.slow  # seconds each
 
@@ -68,15 +67,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]
 @pytest.mark.parametrize("workload", sorted(BOUNDS))
 def test_a_sparse_training_learns(workload: str, data: Callable[[str], list[str]], tmp_path: Path) -> None:
     """One of each kind of data also goes on from its checkpoint."""
-    run = fit(tmp_path / "first", workload, *data(workload))
-    assert_learnt(workload, run)
+    first = fit(tmp_path / "first", workload, *data(workload))
+    assert_learnt(workload, first)
     if workload not in RESUMED:
         return
-    third = ["--trainer.max_epochs=3", f"--ckpt_path={run.checkpoint}"]
+    third = ["--trainer.max_epochs=3", f"--ckpt_path={first.checkpoint}"]
     resumed = fit(tmp_path / "resumed", workload, *data(workload), *third)
     assert len(resumed.column(BOUNDS[workload][0])) == 1
-    assert min(resumed.column("step")) >= max(run.column("step"))
-    assert resumed.column("loss")[0] < run.column("loss")[0]
+    assert min(resumed.column("step")) >= max(first.column("step"))
+    assert resumed.column("loss")[0] < first.column("loss")[0]
 
 
 def test_a_bigram_model_does_not_reach_the_bound_of_the_lstm(data: Callable[[str], list[str]]) -> None:
@@ -98,13 +97,7 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     tiny = [f"examples/workloads/configs/lstm_wikitext2{suffix}.yaml" for suffix in ("", "_tiny")]
     fit_tiny = ["examples.workloads", "fit", "--config", tiny[0], "--config", tiny[1], *short]
     for module in (["examples.workloads.make_tiny_data"], fit_tiny):
-        subprocess.run(
-            [sys.executable, "-m", *module],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            check=True,
-            timeout=120,
-        )
+        run(sys.executable, "-m", *module, cwd=tmp_path, timeout=120, OMP_NUM_THREADS="1")
     logs = tmp_path / "runs" / "lstm_wikitext2_tiny" / "lightning_logs" / "version_0"
     left = {path.name for path in logs.rglob("*")}
     assert left >= {"last.ckpt", "config.yaml", "overlap.json", "missing_rate.json"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,8 @@ from examples.workloads.vision.cifar import Cifar, Cifar100
 from examples.workloads.vision.classifier import ImageClassifier
 from examples.workloads.vision.imagenet import ImageNet
 from examples.workloads.vision.images import augment_small, center_crop, random_crop, to_tensor
-from examples.workloads.vision.networks import VGG, ResNet, ViT
+from examples.workloads.vision.networks import VGG, ResNet
+from tests.examples.workload_runs import shared
 
 STATISTICS = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}
 
@@ -52,22 +52,6 @@ def test_a_file_that_would_run_something_is_refused(tmp_path: Path) -> None:
         Cifar(tmp_path / "train", None)
 
 
-@pytest.mark.parametrize(
-    ("data", "parts"),
-    [
-        (Cifar100, ("has no train, test.", "cifar-100-python.tar.gz", "--data.folder")),
-        (ImageNet, ("has no train, val.", "ILSVRC2012_img_train.tar", "--data.folder")),
-    ],
-)
-def test_missing_files_are_named_with_their_source(
-    data: Callable[[Path], Cifar100 | ImageNet], parts: tuple[str, ...], tmp_path: Path
-) -> None:
-    with pytest.raises(FileNotFoundError) as error:
-        data(tmp_path).setup("fit")
-    for part in (str(tmp_path), *parts):
-        assert part in str(error.value)
-
-
 def test_folders_are_classes_in_the_order_of_their_names(tmp_path: Path) -> None:
     for train in ("train", "val"):
         for name, grey in (("n02", 200), ("n01", 100)):
@@ -90,11 +74,7 @@ def test_every_image_is_validated_once_and_trained_on_once(tmp_path: Path) -> No
     make_cifar100(tmp_path, count=52)  # 13 for validation: not a multiple of the workers
     seen: list[list[tuple[int, ...]]] = []
     for rank in range(3):
-        data = Cifar100(tmp_path, batch_size=4, loaders=0)
-        data.trainer = Trainer(accelerator="cpu", devices=3, strategy="ddp", logger=False)
-        data.trainer.strategy.cluster_environment.set_global_rank(rank)  # type: ignore[attr-defined]  # of DDPStrategy
-        data.trainer.strategy._local_rank = rank  # type: ignore[attr-defined]
-        assert data.trainer.global_rank == rank
+        data = shared(Cifar100(tmp_path, batch_size=4, loaders=0), rank, workers=3)
         seen.append([tuple(image.flatten().tolist()) for images, _ in data.val_dataloader() for image in images])
         assert len(data.train_dataloader()) == 52 // 3 // 4
     everything = [tuple(image.flatten().tolist()) for image, _ in Cifar(tmp_path / "test", None)]  # type: ignore[attr-defined]
@@ -161,16 +141,3 @@ def test_networks_keep_small_images_and_normalize() -> None:
     torch.testing.assert_close(model(images), network((images.float() / 255 - 0.5) / 0.25))
     with pytest.raises(ValueError, match="one entry for each stage"):
         VGG(10, depths=(1, 1), widths=(8,))
-
-
-def test_pretrained_weights_are_taken_but_for_the_head(tmp_path: Path) -> None:
-    sizes = {"hidden": 16, "layers": 1, "heads": 2, "intermediate": 16, "image_size": 16, "patch_size": 8}
-    published = ViT(5, **sizes)
-    published.net.save_pretrained(tmp_path)
-    network = ViT(10, **sizes, pretrained=tmp_path)
-    expected = published.net.state_dict()
-    for name, value in network.net.state_dict().items():
-        assert torch.equal(value, expected[name]) == (not name.startswith("classifier"))
-    assert all(module.training for module in network.modules())
-    with pytest.raises(FileNotFoundError, match=r"no config.json, model.safetensors.*--model.network.pretrained"):
-        ViT(10, **sizes, pretrained=tmp_path / "none")

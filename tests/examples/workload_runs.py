@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from examples.workloads.cli import CONFIGS, WorkloadCLI
@@ -22,34 +23,21 @@ WORKLOADS = sorted(
 
 @dataclass(frozen=True)
 class Run:
-    """What a training has left.
-
-    Args:
-        rows: Of ``metrics.csv``, without empty entries.
-        checkpoint: ``last.ckpt``.
-    """
-
-    rows: list[dict[str, float]]
-    checkpoint: Path
+    rows: list[dict[str, float]]  # of metrics.csv, without empty entries
+    checkpoint: Path  # last.ckpt
 
     def column(self, key: str) -> list[float]:
-        """The values of one metric in the order in which they were logged."""
         return [row[key] for row in self.rows if key in row]
 
 
 def configs(*names: str) -> list[str]:
-    """The arguments that name these configurations."""
     return [argument for name in names for argument in ("--config", str(CONFIGS / f"{name}.yaml"))]
 
 
 def fit(folder: Path, workload: str, *arguments: str, dense: bool = False) -> Run:
-    """Trains a tiny workload on two workers, forked from this process: importing everything anew takes longer.
+    """Trains a tiny workload, or its dense baseline, in an empty folder, on two workers.
 
-    Args:
-        folder: Gets logs and checkpoints; nothing may be there yet.
-        workload: A name in :data:`WORKLOADS`.
-        arguments: Further ones.
-        dense: Whether to train the dense baseline.
+    They are forked from this process: importing everything anew takes longer.
     """
     names = (workload, f"{workload}_tiny", "dense") if dense else (workload, f"{workload}_tiny")
     forked = "--trainer.strategy=ddp_fork" if dense else "--trainer.strategy.init_args.start_method=fork"
@@ -64,12 +52,7 @@ def fit(folder: Path, workload: str, *arguments: str, dense: bool = False) -> Ru
 
 
 def model_on_meta(workload: str, **init_args: object) -> LightningModule:
-    """The model of a configuration, without memory for its parameters.
-
-    Args:
-        workload: A name in :data:`WORKLOADS`.
-        init_args: What replaces the configuration's.
-    """
+    """The model of a configuration, of which ``init_args`` replace some, without memory for its parameters."""
     parser = LightningArgumentParser()
     parser.add_argument("--config", action="config")
     parser.add_subclass_arguments(LightningModule, "model", required=True)
@@ -78,3 +61,12 @@ def model_on_meta(workload: str, **init_args: object) -> LightningModule:
     replaced = yaml.safe_dump({"model": {"init_args": init_args}})
     with torch.device("meta"):
         return parser.instantiate(parser.parse_args([*configs(workload), "--config", replaced])).model
+
+
+def shared(data: Any, rank: int, workers: int) -> Any:
+    """A data module as that of one of several workers."""
+    data.trainer = Trainer(accelerator="cpu", devices=workers, strategy="ddp", logger=False)
+    data.trainer.strategy.cluster_environment.set_global_rank(rank)
+    data.trainer.strategy._local_rank = rank
+    assert data.rank == data.trainer.global_rank == rank
+    return data
