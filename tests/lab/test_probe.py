@@ -1,8 +1,4 @@
-"""ConvergenceProbe: figures computed by hand in real trainings on two ranks, and by brute force on virtual workers.
-
-Covers: before and after fusion; residuals; several tensors and a dense one; a momentum memory; optimizers that take
-    turns; accumulation and cadence; windows with a number that is not finite; plain DDP; the compressor's own state.
-"""
+"""ConvergenceProbe: figures computed by hand in real trainings on two ranks, and by brute force on virtual workers."""
 
 from __future__ import annotations
 
@@ -16,12 +12,11 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lab.probe import ConvergenceFigures, ConvergenceProbe, by_index, convergence_figures
 from lightning_safusion import SAFusionStrategy, SIDCo
 from tests.cluster import Cluster, settings, specs
-from tests.models import TakeTurns, TinyClassifier, classification, trainer
+from tests.models import TakeTurns, TinyClassifier, equal, fit
 from tests.process_group import run_launched
 
 # the gradients of ranks 0 and 1, in every step
@@ -41,11 +36,9 @@ class Linear(LightningModule):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.zeros(2, 4)), nn.Parameter(torch.zeros(2))
 
-    @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return (self.weight * torch.tensor(GRADIENTS[self.global_rank])).sum() + self.bias.sum()
 
-    @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 1.0)
 
@@ -60,8 +53,7 @@ def test_figures_are_those_computed_by_hand(system: str, tmp_path: Path) -> None
         probe = ConvergenceProbe(every_n_steps=1)
         chosen = strategy(system, dense=["bias"])
         options = {"callbacks": [probe], "logger": CSVLogger(tmp_path, version=0), "limit_train_batches": 2}
-        trainer(chosen, default_root_dir=tmp_path, **options).fit(Linear(), classification())
-        assert probe.latest is not None
+        fit(chosen, Linear(), default_root_dir=tmp_path, **options)
         return probe.latest.values()
 
     first, second = run_launched(2, each)
@@ -76,9 +68,15 @@ def test_figures_are_those_computed_by_hand(system: str, tmp_path: Path) -> None
         assert logged == pytest.approx({f"safusion/{key}": value for key, value in (expected | named).items()})
 
 
-def held(cluster: Cluster, rank: int) -> dict[int, Tensor]:
-    space = cluster.engines[rank].space
-    return by_index(space.accumulated(), space.layout)
+def step(cluster: Cluster, grads: list[list[Tensor]]) -> tuple[list[ConvergenceFigures], list[list[Tensor]]]:
+    """Figures of one window by rank, and what the gradients became."""
+
+    def held(rank: int) -> dict[int, Tensor]:
+        space = cluster.engines[rank].space
+        return by_index(space.accumulated(), space.layout)
+
+    before, delivered = cluster.each(held), cluster.step(grads)
+    return cluster.each(lambda rank: convergence_figures(cluster.engines[rank].record, before[rank])), delivered
 
 
 def norm2(flat: Tensor) -> float:
@@ -104,9 +102,7 @@ def test_figures_are_those_of_vectors_of_all_elements(options: dict[str, Any]) -
     for seed in range(4):
         grads = cluster.random_grads(seed)
         residuals = [[cluster.residual(rank, spec.index) for spec in cluster.specs] for rank in range(3)]
-        before = cluster.each(lambda rank: held(cluster, rank))
-        delivered = cluster.step(grads)
-        figures = cluster.each(lambda rank, b=before: convergence_figures(cluster.engines[rank].record, b[rank]))
+        figures, delivered = step(cluster, grads)
         total = ConvergenceFigures(figures[0].names, torch.stack([each.sums for each in figures]).sum(0))
         values = total.values()
         for spec in cluster.specs:
@@ -135,9 +131,7 @@ def test_figures_are_those_of_vectors_of_all_elements(options: dict[str, Any]) -
 def test_everything_sent_has_no_distance_and_one_per_row_covers_all() -> None:
     def figures(**options: Any) -> dict[str, float]:
         cluster = Cluster(2, lambda: settings(collective="allgather", **options), specs([(40, 30), (64, 9, 3)]))
-        before = cluster.each(lambda rank: held(cluster, rank))
-        cluster.step(cluster.random_grads(0))
-        each = cluster.each(lambda rank: convergence_figures(cluster.engines[rank].record, before[rank]))
+        each, _ = step(cluster, cluster.random_grads(0))
         cluster.close()
         return each[0].values()
 
@@ -150,10 +144,7 @@ def test_everything_sent_has_no_distance_and_one_per_row_covers_all() -> None:
 
 def test_random_positions_that_all_ranks_share_have_no_distance() -> None:
     cluster = Cluster(3, lambda: settings("randomk", collective="allgather"))
-    before = cluster.each(lambda rank: held(cluster, rank))
-    cluster.step(cluster.random_grads(0))
-    each = cluster.each(lambda rank: convergence_figures(cluster.engines[rank].record, before[rank]))
-    assert each[0].values()["xi"] < 1e-6
+    assert step(cluster, cluster.random_grads(0))[0][0].values()["xi"] < 1e-6
     cluster.close()
 
 
@@ -161,26 +152,22 @@ def test_probing_changes_nothing() -> None:
     def train(probed: bool) -> tuple[Any, Any]:
         compressor = SIDCo(adapt=True, adapt_every=2)
         cluster = Cluster(2, lambda: settings(compressor, collective="allgather"))
-        means = []
+        means: list[Tensor] = []
         for seed in range(6):
-            before = cluster.each(lambda rank: held(cluster, rank))
-            means.append(cluster.step(cluster.random_grads(seed)))
-            if probed:
-                cluster.each(lambda rank, b=before: convergence_figures(cluster.engines[rank].record, b[rank]))
+            grads = cluster.random_grads(seed)
+            means += step(cluster, grads)[1][0] if probed else cluster.step(grads)[0]
         cluster.close()
         return means, cluster.engines[0].space.selector.sparsifier.state_dict()
 
     (plain, state), (probed, probed_state) = train(False), train(True)
-    assert all(torch.equal(a, b) for x, y in zip(plain, probed, strict=True) for a, b in zip(x[0], y[0], strict=True))
+    assert equal(plain, probed)
     assert state["keys"] == probed_state["keys"]
     assert torch.equal(state["stages"], probed_state["stages"])
 
 
 def test_a_momentum_has_no_gradient_to_compare_with() -> None:
     cluster = Cluster(2, lambda: settings(memory="dgc", collective="allgather"))
-    before = cluster.each(lambda rank: held(cluster, rank))
-    cluster.step(cluster.random_grads(0))
-    values = cluster.each(lambda rank: convergence_figures(cluster.engines[rank].record, before[rank]))[0].values()
+    values = step(cluster, cluster.random_grads(0))[0][0].values()
     assert {"contraction", "coverage"} <= values.keys()
     assert not any(key.startswith("xi") for key in values)
     cluster.close()
@@ -190,24 +177,16 @@ def test_a_window_with_a_bad_number_is_left_out_on_all_ranks() -> None:
     cluster = Cluster(2, lambda: settings(collective="allgather"))
     grads = cluster.random_grads(0)
     grads[1][0][3] = float("nan")
-    before = cluster.each(lambda rank: held(cluster, rank))
-    cluster.step(grads)
-    each = cluster.each(lambda rank: convergence_figures(cluster.engines[rank].record, before[rank]))
-    assert [figures.values() for figures in each] == [{}, {}]
+    assert [figures.values() for figures in step(cluster, grads)[0]] == [{}, {}]
     cluster.close()
 
 
 def test_windows_of_all_optimizers_and_of_accumulated_batches_are_probed() -> None:
     def each(rank: int) -> Any:
         turns, late = ConvergenceProbe(every_n_steps=2), ConvergenceProbe(every_n_steps=2)
-        options: dict[str, Any] = {"limit_train_batches": 6}
         chosen = strategy(find_unused_parameters=True)
-        trainer(chosen, callbacks=[turns], **options).fit(TakeTurns(), classification())
-        trainer(strategy(), callbacks=[late], accumulate_grad_batches=3, **options).fit(
-            TinyClassifier(), classification()
-        )
-        assert turns.latest is not None
-        assert late.latest is not None
+        fit(chosen, TakeTurns(), callbacks=[turns], limit_train_batches=6)
+        fit(strategy(), callbacks=[late], accumulate_grad_batches=3, limit_train_batches=6)
         return turns.latest.values(), late.latest.values()
 
     for results in run_launched(2, each, timeout=120):
@@ -221,7 +200,7 @@ def test_windows_of_all_optimizers_and_of_accumulated_batches_are_probed() -> No
 def test_plain_ddp_is_logged_and_nothing_is_probed(caplog: pytest.LogCaptureFixture) -> None:
     probe = ConvergenceProbe(every_n_steps=1)
     with caplog.at_level("INFO"):
-        trainer(strategy(), devices=1, callbacks=[probe], limit_train_batches=3).fit(TinyClassifier(), classification())
+        fit(strategy(), devices=1, callbacks=[probe], limit_train_batches=3)
     assert "ConvergenceProbe samples nothing from here on" in caplog.text
     assert probe.latest is None
     with pytest.raises(ValueError, match="every_n_steps must be 1 or more, got 0"):

@@ -9,7 +9,6 @@ from lab.simulator import Comparison, report, swapped
 
 
 def rows(**times: tuple[float, float]) -> list[Comparison]:
-    """Systems with a measured and a predicted step."""
     return [Comparison("job", 2, "1gbit", name, *pair) for name, pair in times.items()]
 
 

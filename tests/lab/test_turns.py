@@ -15,7 +15,6 @@ TINY: dict[str, Any] = {"size": "tiny", "batch_size": 2, "bandwidth": None, "rep
 
 
 def figures(over_floor: float, over_ddp: float, step_s: float = 0.1) -> Figures:
-    """A floor, and one row."""
     return {FLOOR: {"step_s": step_s}, "a": {"over_floor": over_floor, "over_ddp": over_ddp}}
 
 

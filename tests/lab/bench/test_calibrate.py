@@ -14,13 +14,7 @@ import torch
 from lab.bench.calibrate import fit_run
 from lab.bench.collectives import time_collectives
 from lab.bench.measure import Rhythm, Run
-from lab.bench.recorders import (
-    BufferCost,
-    EngineRecord,
-    EngineStep,
-    FloorRecord,
-    FloorStep,
-)
+from lab.bench.recorders import BufferCost, EngineRecord, EngineStep, FloorRecord, FloorStep
 from lab.clock.costs import HostCosts, QueuedSample, QueuedTimes
 from lightning_safusion.comm.transport.torch_backend import default_transport
 from lightning_safusion.fusion.layout import Layout, TensorSpec
@@ -46,12 +40,8 @@ def run_of(
     paces: Sequence[float] = (0.98, 1.0, 1.02),
 ) -> Run:
     """Four workers with the same steps; every other one, and those of the first block, are not to count."""
-    layout = Layout(
-        tuple(
-            TensorSpec(f"{'ab'[place // 12]}.t{place}", place, (NUMEL,), NUMEL, torch.float32)
-            for place in range(TENSORS)
-        )
-    )
+    names = [f"{'ab'[place // 12]}.t{place}" for place in range(TENSORS)]
+    layout = Layout(tuple(TensorSpec(name, at, (NUMEL,), NUMEL, torch.float32) for at, name in enumerate(names)))
     steps = tuple(floor_step(each) for pace in (7.0, *paces) for each in (9.0, pace))
     floor = FloorRecord("Job", layout, steps)
     first, second = (EngineRecord(tuple(each), dict(collectives)) for each in (ahead, behind))
@@ -65,17 +55,13 @@ def fit(*args: Any, **options: Any) -> HostCosts:
 def engine_step(sizes: Sequence[int], fixed: float = 1e-3) -> EngineStep:
     """Selection: fixed + 0.1 ms per tensor + 2 us per element; decoding: 0.5 ms + 10 us per entry of all workers; a
     hook of 0.2 ms; a drain of 2 ms and 0.3 ms per buffer; collectives as TIMES say, with half as much work again."""
-    buffers = tuple(
-        BufferCost(
-            count,
-            elements := count * NUMEL + 100 * place,
-            entries := count * ENTRIES + place,
-            6 * entries,
-            fixed + 1e-4 * count + 2e-6 * elements,
-            5e-4 + 1e-5 * WORKERS * entries,
-        )
-        for place, count in enumerate(sizes)
-    )
+
+    def cost(place: int, count: int) -> BufferCost:
+        elements, entries = count * NUMEL + 100 * place, count * ENTRIES + place
+        select, decode = fixed + 1e-4 * count + 2e-6 * elements, 5e-4 + 1e-5 * WORKERS * entries
+        return BufferCost(count, elements, entries, 6 * entries, select, decode)
+
+    buffers = tuple(cost(place, count) for place, count in enumerate(sizes))
     select, decode = sum(buffer.select for buffer in buffers), sum(buffer.decode for buffer in buffers)
     backward = TENSORS * (1e-3 + 2e-4) + select - buffers[-1].select
     drain = 2e-3 + 3e-4 * len(sizes) + decode + buffers[-1].select
@@ -103,8 +89,6 @@ def test_costs_are_found_again() -> None:
     assert costs.select == SelectionCost(host.ahead.fixed + host.decode.fixed, host.ahead.per_element)
     # what the job's collectives took of the processors, not those timed alone
     gather, reduce = costs.allgather.at(64), costs.allreduce.at(64)
-    assert isinstance(gather, QueuedSample)
-    assert isinstance(reduce, QueuedSample)
     assert gather.processor == gather.processor_queued == pytest.approx(3e-4)
     assert reduce.processor == pytest.approx(4e-4)
 
@@ -142,15 +126,12 @@ def test_the_trace_is_the_job_without_any_exchange() -> None:
     assert trace.optimizer == pytest.approx(3e-3)
 
 
-def _timed(rank: int) -> list[list[float]]:
-    torch.set_num_threads(1)
-    times = time_collectives(default_transport(), budget_s=0.5)
-    return [[s.nbytes, s.seconds, s.queued, s.processor, s.processor_queued] for s in times["allgather"].samples]
-
-
 def test_all_ranks_time_the_same_and_a_queue_is_no_slower_than_one_after_the_other() -> None:
-    first, second = run_ranks(2, _timed)
+    def timed(rank: int) -> Sequence[QueuedSample]:
+        return time_collectives(default_transport(), budget_s=0.5)["allgather"].samples
+
+    first, second = run_ranks(2, timed)
     assert first == second
     assert len(first) >= 2
-    assert [row[0] for row in first] == sorted(row[0] for row in first)
-    assert all(0 <= row[2] <= row[1] and row[3] >= 0 for row in first)
+    assert [sample.nbytes for sample in first] == sorted(sample.nbytes for sample in first)
+    assert all(0 <= sample.queued <= sample.seconds and sample.processor >= 0 for sample in first)

@@ -14,7 +14,7 @@ from lab.clock.cores import SharedCores, fair_shares
 SLICE = 1e-3
 
 
-def ends(cores: float, tasks: Sequence[tuple[float, float, float]], timeslice: float = SLICE) -> list[float]:
+def ends(cores: float, tasks: Sequence[tuple[float, float, float]], timeslice: float) -> list[float]:
     """When tasks end that begin at a time, take some seconds alone, and ask for a share of a core; 1: they compute."""
     machine = SharedCores(cores, timeslice)
     done = [math.nan] * len(tasks)
@@ -50,44 +50,43 @@ def test_shares_are_fair(demands: list[float], counts: list[int], cores: float, 
     assert fair_shares(demands, counts, cores) == pytest.approx(shares)
 
 
-def test_two_tasks_on_one_core_take_twice_as_long() -> None:
-    assert ends(1, [(0, 1, 1), (0, 1, 1)]) == pytest.approx([2, 2], abs=2 * SLICE)
-    assert ends(2, [(0, 1, 1), (0, 1, 1)]) == pytest.approx([1, 1])
+FAIR, LONG = 2 * SLICE, 10.0
 
 
-def test_three_tasks_on_two_cores() -> None:
-    assert ends(2, [(0, 1, 1)] * 3) == pytest.approx([1.5] * 3, abs=2 * SLICE)
-    # two thirds of a core each until the short one ends at 1.5 s, then a whole one
-    assert ends(2, [(0, 1, 1), (0, 2, 1), (0, 2, 1)]) == pytest.approx([1.5, 2.5, 2.5], abs=2 * SLICE)
-
-
-def test_a_task_that_comes_later_slows_down_the_others() -> None:
-    # alone for a second; then one second is left of the first and two of the other
-    assert ends(1, [(0, 2, 1), (1, 2, 1)]) == pytest.approx([3, 4], abs=2 * SLICE)
-    assert ends(2, [(0, 2, 1), (0, 2, 1), (1, 1, 1)]) == pytest.approx([2.5, 2.5, 2.5], abs=2 * SLICE)
-
-
-def test_small_demands_are_met_in_full() -> None:
-    # a quarter of the core for a second: the other has three quarters of it meanwhile
-    assert ends(1, [(0, 1, 0.25), (0, 1, 1)]) == pytest.approx([1, 1.25])
-
-
-def test_sleep_takes_no_core() -> None:
-    assert ends(1, [(0, 1, 1), (0, 3, 0), (0, 3, 0)]) == pytest.approx([1, 3, 3])
-
-
-def test_first_come_first_served_in_slices() -> None:
-    assert ends(1, [(0, 1, 1), (0, 1, 1)], timeslice=10) == pytest.approx([1, 2])
-    assert ends(1, [(0, 1, 1), (0, 1, 1)], timeslice=0.5) == pytest.approx([1.5, 2])
-    assert ends(2, [(0, 1, 1)] * 3, timeslice=10) == pytest.approx([1, 1, 2])
-    # alone for 3 s, the first has used up its slice: the other comes in between
-    assert ends(1, [(0, 5, 1), (3, 1, 1)], timeslice=1) == pytest.approx([6, 5])
-
-
-def test_carrying_data_takes_cores_from_computing() -> None:
-    assert ends(1, [(0, 1, 0.25), (0, 1, 1)], timeslice=10) == pytest.approx([1, 1.25])
-    # three threads want a core and a half of two; a sleeper wants none
-    assert ends(2, [(0, 4, 0.5), (0, 1.5, 1), (0, 1.5, 1), (0, 7, 0)], timeslice=10) == pytest.approx([4, 2, 2, 7])
+@pytest.mark.parametrize(
+    ("cores", "tasks", "expected", "apart", "timeslice"),
+    [
+        # threads that compute share the cores
+        (1, [(0, 1, 1), (0, 1, 1)], [2, 2], FAIR, SLICE),
+        (2, [(0, 1, 1), (0, 1, 1)], [1, 1], 0, SLICE),
+        (2, [(0, 1, 1)] * 3, [1.5] * 3, FAIR, SLICE),
+        # two thirds of a core each until the short one ends at 1.5 s, then a whole one
+        (2, [(0, 1, 1), (0, 2, 1), (0, 2, 1)], [1.5, 2.5, 2.5], FAIR, SLICE),
+        # one that comes later: alone for a second; then one second is left of the first and two of the other
+        (1, [(0, 2, 1), (1, 2, 1)], [3, 4], FAIR, SLICE),
+        (2, [(0, 2, 1), (0, 2, 1), (1, 1, 1)], [2.5, 2.5, 2.5], FAIR, SLICE),
+        # small demands are met in full: a quarter of the core for a second, the other has three quarters meanwhile
+        (1, [(0, 1, 0.25), (0, 1, 1)], [1, 1.25], 0, SLICE),
+        # sleep takes no core
+        (1, [(0, 1, 1), (0, 3, 0), (0, 3, 0)], [1, 3, 3], 0, SLICE),
+        # first come, first served, in slices
+        (1, [(0, 1, 1), (0, 1, 1)], [1, 2], 0, LONG),
+        (1, [(0, 1, 1), (0, 1, 1)], [1.5, 2], 0, 0.5),
+        (2, [(0, 1, 1)] * 3, [1, 1, 2], 0, LONG),
+        # alone for 3 s, the first has used up its slice: the other comes in between
+        (1, [(0, 5, 1), (3, 1, 1)], [6, 5], 0, 1),
+        # carrying data takes cores from computing
+        (1, [(0, 1, 0.25), (0, 1, 1)], [1, 1.25], 0, LONG),
+        # three threads want a core and a half of two; a sleeper wants none
+        (2, [(0, 4, 0.5), (0, 1.5, 1), (0, 1.5, 1), (0, 7, 0)], [4, 2, 2, 7], 0, LONG),
+        # with cores for all, tasks do not meet
+        (math.inf, [(0, 1, 1)] * 100, [1] * 100, 0, SLICE),
+    ],
+)
+def test_tasks_end_when_they_should(
+    cores: float, tasks: list[tuple[float, float, float]], expected: list[float], apart: float, timeslice: float
+) -> None:
+    assert ends(cores, tasks, timeslice) == pytest.approx(expected, abs=apart or None)
 
 
 def test_threads_of_a_task_run_together() -> None:
@@ -95,7 +94,3 @@ def test_threads_of_a_task_run_together() -> None:
     machine.compute(1.0, lambda: done.append(machine.clock), threads=4)
     machine.run()
     assert done == pytest.approx([2.0])
-
-
-def test_with_cores_for_all_tasks_do_not_meet() -> None:
-    assert ends(math.inf, [(0, 1, 1)] * 100) == pytest.approx([1] * 100)

@@ -1,8 +1,4 @@
-"""Remedies that need Adam's state: selection in units of its steps, a second moment that stays.
-
-Covers: whose elements are taken; values are those of the gradient; the state that is used is the optimizer's; the
-    moment changes before and not after; a whole run of each.
-"""
+"""Remedies that need Adam's state: selection in units of its steps, a second moment that stays."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The network with two heads: one counts for less in the loss, and goes missing where elements compete across tensors.
-
-Covers: scores do not depend on the weight; gradients do, those of the lesser head alone; both heads learn the same
-classes; what is missing behind fusion, and not ahead of it, belongs to the lesser head.
-"""
+"""The network with two heads: one counts for less in the loss, and goes missing where elements of tensors compete."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ WEIGHT = 0.125  # a power of two: products with it are exact
 
 
 def trained(weight: float) -> TwoHeads:
-    """A network with the gradients of one batch."""
     torch.manual_seed(0)
     model = TwoHeads(weight, width=4)
     loss(model, *DigitsTwice(0, 8).samples(0)).backward()
@@ -35,16 +30,12 @@ def test_the_weight_scales_gradients_of_the_second_head_and_no_scores() -> None:
     assert part(images).shape == (8, 2, 10)
     for head, factor in enumerate((1.0, WEIGHT)):
         for ours, theirs in zip(part.heads[head].parameters(), whole.heads[head].parameters(), strict=True):
-            assert ours.grad is not None
-            assert theirs.grad is not None
             torch.testing.assert_close(ours.grad, factor * theirs.grad, rtol=1e-6, atol=0)
 
 
 def test_each_image_has_its_class_twice() -> None:
-    once, twice = Digits(3, 16), DigitsTwice(3, 16)
-    for (images, labels), (same, pairs) in zip(
-        (once.samples(5), once.validation()), (twice.samples(5), twice.validation()), strict=True
-    ):
+    once, twice = ((data.samples(5), data.validation()) for data in (Digits(3, 16), DigitsTwice(3, 16)))
+    for (images, labels), (same, pairs) in zip(once, twice, strict=True):
         assert torch.equal(images, same)
         assert torch.equal(pairs, torch.stack([labels, labels], 1))
 
@@ -53,5 +44,4 @@ def test_each_image_has_its_class_twice() -> None:
 @pytest.mark.parametrize("scheme", [replace(each, memory="none") for each in WEIGHED], ids=lambda each: each.method)
 def test_what_goes_missing_behind_fusion(scheme: Scheme) -> None:
     missing = train(replace(HEADS, steps=10), scheme, seed=0).missing
-    assert missing is not None
     assert missing > 0.1 if scheme.method == "behind" else missing == 0

@@ -19,7 +19,7 @@ import pytest
 from lab.__main__ import main
 from lab.convergence.pictures import save_pictures
 from lab.convergence.plan import DENSITIES, LANGUAGE, MAIN, SCOPES, SMALL_DENSE, full, short
-from lab.convergence.ranks import Results, standings
+from lab.convergence.ranks import standings
 from lab.convergence.scheme import Scheme
 from lab.convergence.summary import summarize, table
 from lab.convergence.training import Result, Run, read_results, results_of
@@ -95,39 +95,42 @@ def test_runs_that_diverged_are_counted_and_not_averaged() -> None:
     json.dumps(summary.figures(), allow_nan=False)
 
 
-def entered(rows: dict[tuple[str, float, int], tuple[float | None, float]], task: Task) -> Results:
-    """Results from metric and bytes by contender, density and seed."""
+Rows = dict[tuple[str, float, int], tuple[float | None, float]]  # metric and bytes by contender, density and seed
+
+
+def ranked(rows: Rows, contenders: dict[str, Scheme], task: Task = MAIN[0]) -> dict[str, Any]:
+    """Standings by name, the best first."""
     results: dict[str, dict[int, Result]] = {}
     for (name, density, seed), (metric, sent) in rows.items():
         config = Run(task, replace(ALL[name], density=density), 0).config
         results.setdefault(config, {})[seed] = result(metric, bytes_median=sent)
-    return results
+    return {row.name: row for row in standings(results, contenders)}
 
 
 def test_ranks_at_equal_bytes_do_not_reward_sending_more() -> None:
-    rows: dict[tuple[str, float, int], tuple[float | None, float]] = {}
+    rows: Rows = {}
     for density, name, seed in itertools.product(DENSITIES, ALL, (0, 1)):
         larger = 2.0 if "small dense" in name else 1.0
         # all lie on one curve over bytes, so that at equal density whoever sends more looks better
         sent = 1000 * density * larger
         rows[name, density, seed] = math.log(sent) + (0.1 if name == "ahead" else 0.0), sent
-    table = {row.name: row for row in standings(entered(rows, MAIN[0]), ALL)}
+    table = ranked(rows, ALL)
     assert all(row.trials == 6 for row in table.values())
     assert (table["ahead"].by_bytes, table["ahead"].error) == (1, 0)
     assert table["ahead, small dense"].by_density == 1.5
     # at the lowest density it cannot send so little
     assert table["ahead, small dense"].by_bytes > table["behind"].by_bytes >= 2
     del rows["ahead", DENSITIES[0], 1]
-    assert standings(entered(rows, MAIN[0]), ALL)[0].trials == 5  # incomplete trials do not count
+    assert all(row.trials == 5 for row in ranked(rows, ALL).values())  # incomplete trials do not count
 
 
 def test_ranks_are_of_every_seed() -> None:
     order = list(SCOPES)
-    rows: dict[tuple[str, float, int], tuple[float | None, float]] = {}
+    rows: Rows = {}
     for density, seed in itertools.product(DENSITIES, (0, 1)):
         for place, name in enumerate(reversed(order) if seed else order):
             rows[name, density, seed] = 0.5 - place / 10 - seed / 100, 100 * density
-    table = {row.name: row for row in standings(entered(rows, MAIN[0]), SCOPES)}
+    table = ranked(rows, SCOPES)
     assert {row.by_bytes for row in table.values()} == {2.5}
     first, inner = table[order[0]], table[order[1]]
     assert first.error == pytest.approx(stdev([1, 4] * 3) / math.sqrt(6))
@@ -135,12 +138,10 @@ def test_ranks_are_of_every_seed() -> None:
 
 
 def test_more_bytes_than_the_largest_density_needs_change_nothing() -> None:
-    rows: dict[tuple[str, float, int], tuple[float | None, float]] = {
-        (name, density, 0): (0.8, 1000 * density) for density in DENSITIES for name in SCOPES
-    }
+    rows: Rows = {(name, density, 0): (0.8, 1000 * density) for density in DENSITIES for name in SCOPES}
     for density in DENSITIES:
         rows["pooled, 4 bits", density, 0] = 0.9, 100 * density
-    best, *_ = standings(entered(rows, MAIN[0]), SCOPES)
+    best, *_ = ranked(rows, SCOPES).values()
     # nobody else can send as few bytes as four bits need at the lowest density
     assert (best.name, best.by_bytes, best.trials) == ("pooled, 4 bits", 1, 3)
 
@@ -151,9 +152,9 @@ def test_ranks_know_that_a_small_loss_is_good_and_divergence_bad() -> None:
         for density in DENSITIES
         for place, name in enumerate(SCOPES)
     }
-    found = standings(entered(rows, LANGUAGE), SCOPES)
-    assert [row.name for row in found] == ["pooled, 4 bits", "pooled", "behind", "ahead"]
-    assert math.isnan(standings(entered({k: v for k, v in rows.items() if k[1] == 0.05}, LANGUAGE), SCOPES)[0].error)
+    assert list(ranked(rows, SCOPES, LANGUAGE)) == ["pooled, 4 bits", "pooled", "behind", "ahead"]
+    best, *_ = ranked({key: row for key, row in rows.items() if key[1] == 0.05}, SCOPES, LANGUAGE).values()
+    assert math.isnan(best.error)
 
 
 @pytest.mark.slow
@@ -209,12 +210,10 @@ def test_the_short_preset_survives_ctrl_c_and_runs_nothing_twice(tmp_path: Path)
     settings = [key_of(json.loads(line)["settings"]) for line in after]
     assert sorted(settings) == sorted(key_of(run.settings()) for run in runs)
     for config, by_seed in results_of(read_results(path), runs).items():
-        each = by_seed[0]
         if "ahead" in config or "pooled" in config:
-            assert each.missing == 0
+            assert by_seed[0].missing == 0
         if "behind" in config:
-            assert each.missing is not None
-            assert each.missing > 0
+            assert by_seed[0].missing > 0
     stamp = path.stat().st_mtime_ns
     subprocess.run(again, check=True)
     assert path.stat().st_mtime_ns == stamp

@@ -13,20 +13,17 @@ from lab.gpu.stages import Setting, UnfitError
 
 
 def good(setting: Setting) -> Iterator[Figure]:
-    """Ends."""
     yield equal("numbers are equal", True)
     yield Figure("time", 9.0, "ms", most=1.0)
     yield note("rehearsal", setting.rehearse)
 
 
 def failing(setting: Setting) -> Iterator[Figure]:
-    """Raises after its first figure."""
     yield note("before", 1)
     raise RuntimeError("this stage is broken")
 
 
 def hanging(setting: Setting) -> Iterator[Figure]:
-    """Starts a process, and never ends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield note("child", child.pid)
@@ -34,11 +31,9 @@ def hanging(setting: Setting) -> Iterator[Figure]:
 
 
 def outside(setting: Setting) -> Iterator[Figure]:
-    """Finds that numbers differ."""
     yield equal("numbers are equal", False, "rank 1 | row 2")
 
 
 def unfit(setting: Setting) -> Iterator[Figure]:
-    """Needs what the machine has not."""
     yield note("before", 1)
     raise UnfitError("no kernel starts here")

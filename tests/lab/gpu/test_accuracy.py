@@ -1,8 +1,4 @@
-"""The set `accuracy`: what is trained next, what is compared, and that a second call goes on where the first has ended.
-
-Covers: each system at its best rate against dense training of the same seed; trainings side by side, of which one
-    fails and one is too slow; a training that is stopped between two points of its curve, or diverges.
-"""
+"""The set `accuracy`: what is trained next, what is compared, and a second call goes on where the first has ended."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The command that runs the stages: what fails, hangs or is stopped leaves the rest as it is, and is reported.
-
-Covers: no device; unknown stages; sets within the time of a call, and in the document; stages that end, fail, hang
-    (with all their processes), find something outside, or find that the machine is unfit; Ctrl-C; the archive and what
-    has no room in it; versions that cannot rehearse; figures and their budgets; a file of figures that was cut short;
-    the page of a rehearsal and of a device.
-"""
+"""The command that runs the stages: what fails, hangs or is stopped leaves the rest as it is, and is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +22,7 @@ from lab.gpu.device import need_kernels
 from lab.gpu.figures import Figure, Lines, equal, note
 from lab.gpu.page import page
 from lab.gpu.stages import LIMIT, ROOT, SETS, STAGES, Stage, UnfitError, stages_of
+from tests.e2e.processes import wait_until
 
 MADE = "tests.lab.gpu.made"
 
@@ -47,15 +41,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def packed(folder: Path) -> dict[str, bytes]:
-    """Files of the archive of a folder."""
     with tarfile.open(folder.with_suffix(".tgz")) as tar:
-        files = {Path(entry.name): tar.extractfile(entry) for entry in tar.getmembers()}
-        return {str(path.relative_to(folder.name)): file.read() for path, file in files.items() if file is not None}
+        files = {entry.name.removeprefix(f"{folder.name}/"): tar.extractfile(entry) for entry in tar.getmembers()}
+        return {name: file.read() for name, file in files.items() if file is not None}
 
 
-def written(folder: Path) -> dict[str, dict[str, Any]]:
-    content = json.loads((folder / "gpu.json").read_text())
-    return {stage["name"]: stage for stage in content["stages"]}
+def written(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Stages by name, and their states."""
+    stages = {stage["name"]: stage for stage in json.loads((folder / "gpu.json").read_text())["stages"]}
+    return stages, {name: stage["state"] for name, stage in stages.items()}
 
 
 def gone(pid: int) -> bool:
@@ -113,9 +107,9 @@ def test_a_rehearsal_says_which_pair_of_versions_cannot_run(
 def test_a_machine_that_lacks_what_all_stages_need_ends_the_run_with_words(made: None, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="not done: unfit, good"):
         gpu(tmp_path / "out", rehearse=True, stages=("unfit", "good"))
-    found = written(tmp_path / "out")
+    found, states = written(tmp_path / "out")
     assert found["good"]["why"] == found["unfit"]["why"] == "no kernel starts here"
-    assert (found["unfit"]["state"], found["good"]["state"]) == ("unfit", "not run")
+    assert states == {"unfit": "unfit", "good": "not run"}
 
 
 def test_where_the_kernels_do_not_start_no_other_operations_are_measured() -> None:
@@ -131,13 +125,8 @@ def test_stages_that_fail_or_hang_leave_the_others_as_they_are(
     with pytest.raises(RuntimeError, match="not done: failing, hanging; outside: numbers are equal"):
         gpu(tmp_path, rehearse=True, stages=("failing", "hanging", "outside", "good"))
     assert packed(tmp_path)["gpu.md"] == (tmp_path / "gpu.md").read_bytes()
-    found = written(tmp_path)
-    assert {name: stage["state"] for name, stage in found.items()} == {
-        "failing": "failed",
-        "hanging": "timed out",
-        "outside": "done",
-        "good": "done",
-    }
+    found, states = written(tmp_path)
+    assert states == {"failing": "failed", "hanging": "timed out", "outside": "done", "good": "done"}
     assert [figure["name"] for figure in found["failing"]["figures"]] == ["before"]
     assert "this stage is broken" in found["failing"]["why"]
     assert gone(found["hanging"]["figures"][0]["value"])
@@ -159,21 +148,13 @@ def test_ctrl_c_writes_what_there_is(made: None, tmp_path: Path) -> None:
     )
     arguments = ["--output", str(tmp_path), "--rehearse", "--stages", "good,hanging,numerics"]
     job = subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    lines = Lines(tmp_path / "hanging.jsonl")
-    for _ in range(600):
-        if lines.read():
-            break
-        time.sleep(0.1)
+    wait_until(Lines(tmp_path / "hanging.jsonl").read, 60, lambda: "no figure")
     os.kill(job.pid, signal.SIGINT)
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 1
     assert "not done: hanging, numerics" in errors
-    found = written(tmp_path)
-    assert {name: stage["state"] for name, stage in found.items()} == {
-        "good": "done",
-        "hanging": "stopped",
-        "numerics": "not run",
-    }
+    found, states = written(tmp_path)
+    assert states == {"good": "done", "hanging": "stopped", "numerics": "not run"}
     assert gone(found["hanging"]["figures"][0]["value"])
     assert packed(tmp_path)["gpu.json"] == (tmp_path / "gpu.json").read_bytes()
 

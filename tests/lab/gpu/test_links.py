@@ -1,11 +1,7 @@
-"""The set `links`: which rows come first, and that every system trains behind the link.
-
-Covers: order of the rows; goals that need all of what people have; figures of a rehearsal.
-"""
+"""The set `links`: which rows come first, and that every system trains behind the link."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,8 +13,8 @@ pytest.importorskip("triton")
 from lab.gpu.figures import Lines
 from lab.gpu.links import KNOWN, PAPERS, RATES, cells, goals
 from lab.gpu.networks import WORKLOADS, Network
-from lab.gpu.stages import ROOT
 from lightning_safusion.systems.rows import SYSTEMS
+from tests.packaging.environments import ROOT, run
 
 
 def test_every_row_comes_once_and_the_goals_come_first() -> None:
@@ -40,8 +36,8 @@ def test_the_default_is_compared_with_the_best_of_what_people_have() -> None:
 @pytest.mark.slow
 def test_a_rehearsal_trains_every_system(tmp_path: Path) -> None:
     lines = Lines(tmp_path / "links.jsonl")
-    command = [sys.executable, "-m", "lab.gpu.stage", "lab.gpu.links:links", str(lines.path), "--rehearse"]
-    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=600, check=True)
+    stage = ["lab.gpu.stage", "lab.gpu.links:links", lines.path, "--rehearse"]
+    run(sys.executable, "-m", *stage, cwd=ROOT)
     names = [figure.name for figure in lines.read()]
     assert sum(name.startswith("emulated link") for name in names) == len(RATES)
     for system in ("default", *KNOWN[1:], *PAPERS):

@@ -1,9 +1,4 @@
-"""Parts of the stages: stacks of waits, echoes, gaps of a stream, and what becomes of measured times.
-
-Covers: waits that PyTorch warns of; all-gather, sums and groups among echoes; idle time of the busiest stream; factors
-    of a device that is slower than its speeds say; launches and operations that are counted; batches of a wanted time;
-    steps that record everything; buckets of torch's hooks; what compute-sanitizer says.
-"""
+"""Parts of the stages: stacks of waits, echoes, gaps of a stream, and what becomes of measured times."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -15,8 +13,9 @@ pytest.importorskip("triton")
 
 from lab.bench.links import why_no_links
 from lab.gpu.archive import LIMIT, path_of
-from lab.gpu.stages import ROOT, STAGES
+from lab.gpu.stages import STAGES
 from lightning_safusion.tools.plan.device import Device
+from tests.packaging.environments import ROOT, run
 
 pytestmark = pytest.mark.slow  # a minute or two of a core, in the interpreter
 
@@ -71,16 +70,9 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Rest
 def test_every_stage_finds_its_figures_without_a_device(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDING)
     output = tmp_path / "out"
-    ended = subprocess.run(
-        [sys.executable, "-m", "lab", "gpu", "--output", str(output), "--rehearse", "--stages", ",".join(STAGES)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr + (output / "gpu.md").read_text()
+    stages = ["--rehearse", "--stages", ",".join(STAGES)]
+    command = [sys.executable, "-m", "lab", "gpu", "--output", output, *stages]
+    run(*command, cwd=ROOT, timeout=1800, PYTHONPATH=str(tmp_path))
     stages = json.loads((output / "gpu.json").read_text())["stages"]
     assert [stage["name"] for stage in stages] == list(STAGES) == list(FOUND)
     for stage in stages:
@@ -102,8 +94,7 @@ def test_every_stage_finds_its_figures_without_a_device(tmp_path: Path) -> None:
 
 
 def test_the_tests_that_wait_for_a_device_are_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lab", "gpu", "--output", str(tmp_path), "--rehearse", "--stages", "tests"]
-    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=600, check=True)
+    run(sys.executable, "-m", "lab", "gpu", "--output", tmp_path, "--rehearse", "--stages", "tests", cwd=ROOT)
     (stage,) = json.loads((tmp_path / "gpu.json").read_text())["stages"]
     figures = {figure["name"]: figure["value"] for figure in stage["figures"]}
     files = "tests/test_gpu.py", "tests/kernels/cuda/test_serves.py"

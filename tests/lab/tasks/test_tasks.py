@@ -17,6 +17,7 @@ from lab.tasks.models import NAMES
 from lab.virtual.training import VirtualTraining
 from lab.virtual.workers import Dense
 from lightning_safusion.fusion.layout import specs_from_parameters
+from tests.models import equal, weights
 from tests.quick import quick_of
 
 
@@ -51,14 +52,12 @@ def test_judges_train(name: str) -> None:
 
 
 def test_a_trained_start_is_that_of_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import lab.tasks.table as module
-
     short = {"bytes-transformer": replace(TASKS["bytes-transformer"], steps=2, batch=2)}
-    monkeypatch.setattr(module, "_FRESH", short)
+    monkeypatch.setattr("lab.tasks.table._FRESH", short)
 
     def start(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return torch.cat([param.detach().flatten() for param in TASKS["prose-fine-tuning"].model().parameters()])
+        return torch.cat([param.flatten() for param in weights(TASKS["prose-fine-tuning"].model())])
 
     assert torch.equal(start(3), start(3))
     assert not torch.equal(start(3), start(4))
@@ -93,7 +92,6 @@ def test_optimizers_and_options_train(changes: str) -> None:
 
 
 def means(task: Task) -> list[Tensor]:
-    """What the optimizer gets in the first step."""
     training = VirtualTraining(task, 0, 2)
     caught: list[Tensor] = []
 
@@ -118,8 +116,7 @@ def test_accumulated_batches_are_one_large_batch() -> None:
             pairs = [torch.cat([a[:2], b[:2], a[2:], b[2:]]) for a, b in zip(first, second, strict=True)]
             return pairs[0], pairs[1]
 
-    for one, other in zip(twice, means(replace(task, data=Joined)), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(twice, means(replace(task, data=Joined)))
 
 
 def test_an_ascent_leaves_the_weights() -> None:
@@ -127,7 +124,7 @@ def test_an_ascent_leaves_the_weights() -> None:
     training = VirtualTraining(task, 0, 1)
     before = [param.detach().clone() for param in training.params]
     training._backward(training._data.shards(0, 1)[0])
-    assert all(torch.equal(param, was) for param, was in zip(training.params, before, strict=True))
+    assert equal(training.params, before)
     assert not torch.allclose(training.params[0].grad, means(replace(task, sam=0.0))[0].view_as(before[0]))  # type: ignore[arg-type]
 
 

@@ -4,7 +4,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from process_group import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +13,8 @@ from lab.virtual.training import taken_gradients
 from lab.virtual.workers import Rounded
 from lightning_safusion.baselines.hooks import DDPHookName, HookExchange
 from lightning_safusion.fusion.layout import specs_from_parameters
+from tests.models import weights
+from tests.process_group import run_ranks
 
 WORKERS, STEPS, START = 2, 8, 3
 
@@ -21,16 +22,8 @@ WORKERS, STEPS, START = 2, 8, 3
 def network() -> nn.Module:
     """Matrices of several shapes, two of them equal, and one that is too small to be approximated."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(2, 24, 3),
-        nn.Flatten(),
-        nn.Linear(24 * 36, 40),
-        nn.Tanh(),
-        nn.Linear(40, 40),
-        nn.Tanh(),
-        nn.Linear(40, 40),
-        nn.Linear(40, 3),
-    )
+    first = [nn.Conv2d(2, 24, 3), nn.Flatten(), nn.Linear(24 * 36, 40), nn.Tanh()]
+    return nn.Sequential(*first, nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40), nn.Linear(40, 3))
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -41,6 +34,14 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 def backward(model: nn.Module, step: int, rank: int) -> None:
     inputs, classes = batch(step, rank)
     nn.functional.cross_entropy(model(inputs), classes).backward()
+
+
+def gradients_of(model: nn.Module, step: int) -> list[list[Tensor]]:
+    gradients = []
+    for worker in range(WORKERS):
+        backward(model, step, worker)
+        gradients.append(taken_gradients(list(model.parameters())))
+    return gradients
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
@@ -62,7 +63,7 @@ def test_it_does_what_the_hook_of_torch_does(rank: int) -> None:
             backward(ddp, step, process)
             optimizer.step()
             optimizer.zero_grad()
-        return [param.detach() for param in model.parameters()], order
+        return weights(model), order
 
     expected, order = run_ranks(WORKERS, train)[0]
     model = network()
@@ -70,16 +71,11 @@ def test_it_does_what_the_hook_of_torch_does(rank: int) -> None:
     virtual = PowerSGD(specs_from_parameters(model.named_parameters()), order, WORKERS, rank, START)
     optimizer = torch.optim.SGD(params, 0.1)
     for step in range(STEPS):
-        gradients = []
-        for worker in range(WORKERS):
-            backward(model, step, worker)
-            gradients.append(taken_gradients(params))
-        for param, mean in zip(params, virtual.average(gradients), strict=True):
+        for param, mean in zip(params, virtual.average(gradients_of(model, step)), strict=True):
             param.grad = mean.view_as(param)
         optimizer.step()
         optimizer.zero_grad()
-    for param, other in zip(params, expected, strict=True):
-        torch.testing.assert_close(param.detach(), other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights(model), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_matrices_of_no_higher_rank_are_averaged_exactly() -> None:
@@ -134,10 +130,7 @@ def test_averages_in_16_bits_are_those_of_the_hooks(name: DDPHookName, dtype: to
 
     expected = run_ranks(WORKERS, averaged)[0]
     model = network()
-    gradients = []
-    for worker in range(WORKERS):
-        backward(model, 0, worker)
-        gradients.append(taken_gradients(list(model.parameters())))
+    gradients = gradients_of(model, 0)
     rounded = Rounded(specs_from_parameters(model.named_parameters()), dtype)
     for mean, theirs, plain in zip(rounded.average(gradients), expected, gradients[0], strict=True):
         assert torch.equal(mean, theirs)
