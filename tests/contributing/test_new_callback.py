@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.callbacks.base import StrategyCallback
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import fit
 from tests.process_group import run_launched
 
 
@@ -34,7 +34,7 @@ def test_it_reads_every_window_of_a_training() -> None:
     def train(rank: int) -> dict[int, float]:
         callback = SentShare()
         strategy = SAFusionStrategy(system="saf-inter", density=0.05)
-        trainer(strategy, max_steps=8, callbacks=[callback]).fit(TinyClassifier(), classification())
+        fit(strategy, max_steps=8, callbacks=[callback])
         return callback.shares
 
     shares, other = run_launched(2, train)
@@ -44,4 +44,4 @@ def test_it_reads_every_window_of_a_training() -> None:
 
 def test_another_strategy_is_refused_by_name() -> None:
     with pytest.raises(MisconfigurationException, match="SentShare reads the windows of SAFusionStrategy, got "):
-        trainer("auto", devices=1, max_steps=1, callbacks=[SentShare()]).fit(TinyClassifier(), classification())
+        fit("auto", devices=1, max_steps=1, callbacks=[SentShare()])

@@ -12,8 +12,7 @@ from torch import Tensor
 from lightning_safusion import SAFusionStrategy, Segments, Selection, Sparsifier
 from lightning_safusion.sparsify import registry, resolve_sparsifier
 from lightning_safusion.sparsify.base import as_selection, check_selection
-from tests.models import TinyClassifier, classification, trainer
-from tests.process_group import run_launched
+from tests.models import TinyClassifier, equal, fit_both
 from tests.sparsify.oracle import cut
 
 
@@ -48,14 +47,9 @@ def test_it_keeps_the_contract() -> None:
 
 
 def test_it_trains() -> None:
-    def train(rank: int) -> tuple[list[Tensor], list[float], dict[str, object]]:
-        strategy = SAFusionStrategy("cyclic", system="behind", density=0.25)
-        model = TinyClassifier(lr=0.03)
-        trainer(strategy, max_epochs=2).fit(model, classification())
-        return [param.detach() for param in model.parameters()], model.losses, strategy.figures()
-
-    (first, losses, report), (second, _, _) = run_launched(2, train)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    strategy = SAFusionStrategy("cyclic", system="behind", density=0.25)
+    (first, losses, report), (second, _, _) = fit_both(strategy, TinyClassifier(lr=0.03), max_epochs=2)
+    assert equal(first, second)
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
     assert report["plain_ddp"] is None
     assert report["achieved_density"] == pytest.approx(0.25, rel=0.1)

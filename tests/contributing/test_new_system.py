@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from lab.systems import documented
 from lightning_safusion import SYSTEMS, SAFusionStrategy
 from lightning_safusion.systems import EngineSystem
 from safusion_command import main
-from tests.models import TinyClassifier, classification, trainer
-from tests.process_group import run_launched
+from tests.models import equal, fit_both
 
 ROW = EngineSystem(
     "saf-signs",
@@ -31,17 +28,11 @@ def _row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_trains() -> None:
-    def train(rank: int) -> tuple[list[Tensor], list[float], dict[str, object]]:
-        strategy = SAFusionStrategy(system="saf-signs", density=0.05)
-        model = TinyClassifier()
-        trainer(strategy, max_epochs=2).fit(model, classification())
-        return [param.detach() for param in model.parameters()], model.losses, strategy.figures()
-
-    (first, losses, report), (second, _, _) = run_launched(2, train)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
-    assert report["system"] == "saf-signs"
-    assert report["bytes_sent"] < 0.05 * report["dense_bytes"]  # type: ignore[operator]
+    first, second = fit_both(SAFusionStrategy(system="saf-signs", density=0.05), max_epochs=2)
+    assert equal(first.weights, second.weights)
+    assert sum(first.losses[-10:]) < 0.8 * sum(first.losses[:10])
+    assert first.figures["system"] == "saf-signs"
+    assert first.figures["bytes_sent"] < 0.05 * first.figures["dense_bytes"]
 
 
 def test_it_is_listed_and_documented(capsys: pytest.CaptureFixture[str]) -> None:

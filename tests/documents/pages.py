@@ -25,7 +25,6 @@ def name(page: Path) -> str:
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Fenced blocks of a language."""
     return [text for found, text in _BLOCK.findall(page.read_text(encoding="utf-8")) if found == language]
 
 

@@ -27,8 +27,7 @@ class Parsed(LightningCLI):
         """The classes."""
         self.config_init = self.parser.instantiate_classes(self.config)
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Nothing."""
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None: ...
 
 
 @pytest.mark.parametrize("text", YAML)

@@ -70,7 +70,6 @@ def _check_python(args: Sequence[str]) -> None:
 
 
 def _parse(program: str, args: Sequence[str]) -> None:
-    """Runs a command whose function does nothing."""
     table, main = PROGRAMS[program]
     if not args or args[0][0] in "-…":
         return  # the list of subcommands

@@ -43,7 +43,6 @@ COMMANDS = list(
 
 
 def reason(command: str) -> str | None:
-    """Why a command is not run."""
     plain = " ".join(shlex.split(command))
     return next((why for why, pattern in EXCEPTIONS.items() if re.match(pattern, plain)), None)
 

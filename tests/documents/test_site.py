@@ -18,12 +18,6 @@ from tests.documents.pages import ROOT
 
 
 def build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """Builds strictly.
-
-    Args:
-        source: Folder of mkdocs.yml.
-        site: Folder of the pages.
-    """
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
         cwd=source,
