@@ -86,7 +86,7 @@ def browser(folder: Path) -> Iterator[Browser]:
     arguments = [*_ARGUMENTS, *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
-        started([which("chromedriver") or "", "--port=0"], folder / "chromedriver") as driver,
+        started(["chromedriver", "--port=0"], folder / "chromedriver") as driver,
     ):
         port = int(driver.wait_for(r"started successfully on port (\d+)", _LIMIT)[1])
         window = Browser(port, [*arguments, f"--user-data-dir={profile}"])

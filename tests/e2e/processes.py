@@ -67,11 +67,6 @@ class Program:
             )
 
     @property
-    def pid(self) -> int:
-        """Its number, which is that of its session and group as well."""
-        return self._process.pid
-
-    @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import Program, environment, kill, started, wait_until, which
+from tests.e2e.processes import environment, kill, started, wait_until
 
 _CONFIGURATION = """\
 ClusterName=safusion
@@ -57,7 +57,7 @@ class SlurmCluster:
 
     def run(self, program: str, *arguments: str, timeout: float = 20.0, cwd: Path | None = None) -> str:
         done = subprocess.run(
-            [which(program) or program, *arguments],
+            [program, *arguments],
             env=self.env,
             cwd=cwd or self.folder,
             capture_output=True,
@@ -94,6 +94,10 @@ class SlurmCluster:
     def start(self, stack: ExitStack) -> None:
         """Starts the daemons in the foreground, as children of this process."""
         folder = self.folder
+
+        def daemon(*command: str) -> None:
+            stack.enter_context(started(command, folder / f"{command[0]}-{Path(command[-1]).name}.log", self.env))
+
         for name in ("state", "spool-n1", "spool-n2"):
             (folder / name).mkdir()
         key = folder / "munge.key"
@@ -101,17 +105,13 @@ class SlurmCluster:
         key.chmod(0o400)
         files = [f"--{name}-file={folder / name}" for name in ("pid", "seed", "log")]
         munged = ["munged", "--foreground", f"--key-file={key}", f"--socket={folder / 'munge.socket'}", *files]
-        self._daemon(stack, "munged", munged)
+        daemon(*munged)
         wait_until((folder / "munge.socket").exists, 20, self.logs)
-        self._daemon(stack, "slurmctld", ["slurmctld", "-D"])
+        daemon("slurmctld", "-D")
         for name in ("n1", "n2"):
-            self._daemon(stack, f"slurmd-{name}", ["slurmd", "-D", "-N", name])
+            daemon("slurmd", "-D", "-N", name)
         stack.callback(self._cancel_all)
         wait_until(self._ready, 30, self.logs)
-
-    def _daemon(self, stack: ExitStack, name: str, command: list[str]) -> Program:
-        path = which(command[0]) or command[0]
-        return stack.enter_context(started([path, *command[1:]], self.folder / f"{name}.log", self.env))
 
     def _ready(self) -> bool:
         with suppress(pytest.fail.Exception):

@@ -14,7 +14,7 @@ import pytest
 
 from lab.bench.links import linked_namespaces
 from tests.e2e.processes import environment, need, on_two_machines, started
-from tests.e2e.training import LIMIT, STEPS, assert_same, assert_sparse, command, continued_at
+from tests.e2e.training import LIMIT, STEPS, assert_same, assert_sparse, command, steps_of
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def test_after_a_workers_death_all_continue_from_the_last_checkpoint(tmp_path: P
         training.wait_for(r"step 120\b", LIMIT)
         os.kill(training.descendant(RANK="1"), signal.SIGKILL)
         output = training.finish(LIMIT)
-    steps = continued_at(output)
+    steps = steps_of(output, "continues")
     assert steps["0"] == steps["1"]
     assert len(steps["0"]) == 1
     assert 100 <= steps["0"][0] < STEPS

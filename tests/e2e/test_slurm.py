@@ -12,7 +12,7 @@ import torch
 
 from tests.e2e.processes import ROOT, started, wait_until
 from tests.e2e.slurm import SlurmCluster
-from tests.e2e.training import LIMIT, OPTIONS, STEPS, assert_same, assert_sparse, continued_at, saved_at
+from tests.e2e.training import LIMIT, OPTIONS, STEPS, assert_same, assert_sparse, steps_of
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ def test_a_requeued_job_ends_as_if_nothing_had_happened(cluster: SlurmCluster, t
     parts = sorted(path.name.partition("-")[0] for path in Path(f"{newest}.safusion").iterdir())
     assert parts == ["rank_00000", "rank_00001"]
     for rank in ("0", "1"):
-        assert saved in saved_at(output)[rank]
-        assert continued_at(output)[rank] == [saved]
+        assert saved in steps_of(output, "saves")[rank]
+        assert steps_of(output, "continues")[rank] == [saved]
     assert_sparse(output)
     assert_same(folder, reference)

@@ -25,13 +25,8 @@ def command(folder: Path, *more: str) -> list[str | Path]:
     return [sys.executable, SCRIPT, *OPTIONS, "--folder", folder, *more]
 
 
-def final(folder: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(folder / "final.pt", weights_only=True)
-    return state
-
-
 def assert_same(folder: Path, reference: Path) -> None:
-    mine, expected = final(folder), final(reference)
+    mine, expected = (torch.load(ended / "final.pt", weights_only=True) for ended in (folder, reference))
     assert mine.keys() == expected.keys()
     different = [name for name in mine if not torch.equal(mine[name], expected[name])]
     assert not different, f"different from an uninterrupted run on one machine: {different}"
@@ -44,15 +39,8 @@ def assert_sparse(output: str) -> None:
     assert int(figures[1]) < 0.15 * int(figures[2])
 
 
-def saved_at(output: str) -> dict[str, list[int]]:
-    return _steps(output, "saves")
-
-
-def continued_at(output: str) -> dict[str, list[int]]:
-    return _steps(output, "continues")
-
-
-def _steps(output: str, verb: str) -> dict[str, list[int]]:
+def steps_of(output: str, verb: str) -> dict[str, list[int]]:
+    """By rank: the steps at which it says that it "saves", or "continues"."""
     steps: dict[str, list[int]] = {}
     for rank, step in re.findall(rf"rank (\d+) {verb} at step (\d+)", output):
         steps.setdefault(rank, []).append(int(step))
