@@ -73,6 +73,7 @@ def test_fit_twice_and_evaluate_in_between() -> None:
         run = trainer(strategy, limit_train_batches=5)
         data = classification()
         run.validate(model, data, verbose=False)
+        assert strategy.figures()["windows"] == 0  # without an engine
         run.fit(model, data, data)
         assert strategy.figures()["windows"] == 5
         run.test(model, data, verbose=False)
