@@ -24,7 +24,7 @@ from lightning_safusion import (
     Sparsifier,
 )
 from lightning_safusion.comm import LinearCost
-from lightning_safusion.fusion import build, replan
+from lightning_safusion.fusion import build, planning, replan
 from lightning_safusion.integration.signals import DeferredSignals
 from tests.cluster import Cluster, settings
 from tests.models import Fitted, Orthogonalized, TinyClassifier, distance, equal, fit, fit_both, switched
@@ -133,7 +133,7 @@ def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
 def slow_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network on which a sparse exchange always pays, and selection that takes longer than what it saves."""
     on_a_network(monkeypatch, LinearCost(1e-6, 1e-12), LinearCost(1.0, 1.0))
-    monkeypatch.setattr(replan, "predict_plain_ddp", lambda costs: 0.0)
+    monkeypatch.setattr(planning, "predict_plain_ddp", lambda costs, allreduce: 0.0)
     monkeypatch.setattr(replan, "LENIENCE", 10.0)  # windows this short are noise
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.fusion.plans.pricing import element_edges
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -58,7 +60,7 @@ class Layout:
     @cached_property
     def edges(self) -> np.ndarray:
         """int64 [L + 1]: the tensor at place ``i`` owns the elements ``[edges[i], edges[i + 1])``."""
-        return np.concatenate([[0], np.cumsum([spec.numel for spec in self.specs], dtype=np.int64)]).astype(np.int64)
+        return element_edges([spec.numel for spec in self.specs])
 
     @cached_property
     def places(self) -> dict[int, int]:

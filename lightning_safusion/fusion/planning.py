@@ -15,7 +15,7 @@ from lightning_safusion.comm.cost import CollectiveChoice, LinearCost
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.cadence import Cadence, ReplanSchedule
-from lightning_safusion.fusion.plans.costs import GroupCosts, JobShape, ddp_buckets
+from lightning_safusion.fusion.plans.costs import GroupCosts, JobShape, ddp_buckets, predict_plain_ddp
 from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.pricing import GroupPricer, predict_finish
@@ -31,14 +31,11 @@ from lightning_safusion.fusion.replan import (
     Promises,
     Review,
     Trial,
-    plain_ddp_window,
     predicted_gain,
 )
 from lightning_safusion.literal import plural
 
-# Latest decisions that are kept.
-_DECISIONS = 512
-
+_DECISIONS = 512  # latest ones that are kept
 _AGREEING = "a step, when workers agree on a plan"
 
 
@@ -129,23 +126,17 @@ class Planner:
         if order_changed:
             self._profile = self._recorder = self._promises.broken = None
             if not on_trial:
-                self._schedule.restart()  # the one plan was made for another order
+                self._schedule.windows = 0  # the one plan was made for another order
         if self.opening and on_trial:
-            self._schedule.restart()  # plans are reviewed often again; under a ramp they would never be
+            self._schedule.windows = 0  # plans are reviewed often again; under a ramp they would never be
 
     def fuse(self, shape: JobShape, start: int, stop: int) -> list[Group]:
         """The buffers of the tensors at places ``[start, stop)``, which a tick has found ready on all ranks."""
-        if self._tick_costs is None:
-            self._tick_costs = self.costs(shape)
+        self._tick_costs = self._tick_costs or self.costs(shape)
         return cast("Horovod", self.policy).fuse(self._tick_costs, start, stop)  # no other policy has ticks
 
     def fallback(self, shape: JobShape, sparse: bool = False) -> CollectiveName:
-        """The collective for tensors that no plan covers.
-
-        Args:
-            shape: Sizes and quotas of the tensors.
-            sparse: Sparse at any cost, if there is something to select.
-        """
+        """The collective for tensors that no plan covers; ``sparse``: at any cost, if there is something to select."""
         costs = self.costs(shape)
         if sparse and costs.sparse_allowed:
             costs = replace(costs, dense_allowed=False)
@@ -204,84 +195,64 @@ class Planner:
                 self._profile = self._recorder.agree(self.transport, self.prior, shape.device, self._profile)
                 self._review(self.current, shape, self.prior)
         if self._schedule.windows == self._schedule.cadence.freeze_after:
-            self._decide("freeze", self.current, self.current)
+            self._decide("freeze", self.current, shape)
 
     def _search_on(self, search: CutSearch, events: WindowEvents | None, shape: JobShape) -> None:
         """Adds a window to the search; changes to its next plan, or to the best one, when there are enough windows."""
-        if search.over or events is None or self.current is None:
+        if search.over or events is None:
             return
         self._spans.add(events)
         if not self._spans.full:
             return
         with during(_AGREEING):
-            tried, seconds = self.current, self._spans.agree_median(self.transport, shape.device)
+            seconds = self._spans.agree_median(self.transport, shape.device)
             self._spans.restart()
             if math.isfinite(seconds):  # a plan without measured windows is tried again
                 search.replay([seconds])
             plan = GroupPricer(self.costs(shape)).plan(search.stops)
-            if plan != tried:
-                self._change(plan, shape)
-        self._decide("freeze" if search.over else "try", plan, tried, seconds=seconds)
+            self._decide("freeze" if search.over else "try", plan, shape, seconds=seconds)
 
     def _review(self, current: Plan, shape: JobShape, prior: Mapping[str, LinearCost]) -> None:
         """Ends the trial if there is one; changes to the plan that the agreed costs call for, if it promises enough."""
-        seconds = self._spans.agree_median(self.transport, shape.device)
+        costs, seconds = self.costs(shape), self._spans.agree_median(self.transport, shape.device)
+        review = Review(seconds, predict_plain_ddp(costs, prior["allreduce"]))
         if math.isfinite(seconds):
-            self.latest = Review(seconds, plain_ddp_window(self.costs(shape), prior["allreduce"]))
+            self.latest = review
         if self._trial is not None and not self._end_trial(self._trial, current, seconds, shape):
             return
-        costs = self.costs(shape)
         sparse = any(group.collective != "allreduce" for group in current.groups)
-        if sparse and not self.opening and self._handover.due(costs, prior["allreduce"], seconds):
-            self._try_plain_ddp(current, costs, seconds, shape)
+        if sparse and not self.opening and self._handover.due(review):
+            self._trial = Trial(current, seconds)
+            plan = GroupPricer(replace(costs, sparse_allowed=False)).plan(ddp_buckets(costs.dense_bytes))
+            self._decide("dense", plan, shape, seconds=seconds)
             return
         proposed = current if self._schedule.over else self._make(costs)
         gain = predicted_gain(current, proposed, costs)
         if not self._schedule.cadence.on_trial:
-            self._take(proposed, current, seconds, shape)
+            self._decide("stay" if proposed == current else "switch", proposed, shape, seconds=seconds)
         elif gain > self._promises.required(current, costs, self._schedule.threshold):
-            self._try(proposed, current, costs, gain, seconds, shape)
+            if math.isfinite(seconds) and math.isfinite(gain):  # else the change is for good
+                self._trial = Trial(current, seconds, gain, predict_finish(current, costs))
+            self._decide("switch", proposed, shape, predicted=gain, seconds=seconds)
         else:
-            self._decide("stay", current, proposed, predicted=gain, seconds=seconds)
+            self._decide("stay", current, shape, proposed, predicted=gain, seconds=seconds)
             self._handover.count_dense(not sparse and costs.sparse_allowed and not self.opening)
-
-    def _try_plain_ddp(self, current: Plan, costs: GroupCosts, seconds: float, shape: JobShape) -> None:
-        self._trial = Trial(current, seconds)
-        plan = GroupPricer(replace(costs, sparse_allowed=False)).plan(ddp_buckets(costs.dense_bytes))
-        self._change(plan, shape)
-        self._decide("dense", plan, current, seconds=seconds)
-
-    def _take(self, proposed: Plan, current: Plan, seconds: float, shape: JobShape) -> None:
-        """Changes to the plan of a policy that plans once, without a trial."""
-        if proposed != current:
-            self._change(proposed, shape)
-        self._decide("stay" if proposed == current else "switch", proposed, current, seconds=seconds)
-
-    def _try(
-        self, proposed: Plan, current: Plan, costs: GroupCosts, gain: float, seconds: float, shape: JobShape
-    ) -> None:
-        """Changes to a plan on trial; for good without a measured time, or where the one in use no longer fits."""
-        self._change(proposed, shape)
-        if math.isfinite(seconds) and math.isfinite(gain):
-            self._trial = Trial(current, seconds, gain, predict_finish(current, costs))
-        self._decide("switch", proposed, current, predicted=gain, seconds=seconds)
 
     def _end_trial(self, trial: Trial, current: Plan, seconds: float, shape: JobShape) -> bool:
         """Keeps the plan on trial, or goes back; returns whether another plan may be proposed at once."""
         if trial.promised is None:
             gain = self._handover.judge(trial, seconds)
             if self._handover.agreed:
-                self._decide("keep", current, current, measured=gain, seconds=seconds)
+                self._decide("keep", current, shape, measured=gain, seconds=seconds)
             else:
                 self.keep_engine(shape, gain, seconds)
             return False
         self._trial, saved = None, self._promises.judge(trial, seconds)
         numbers = {"predicted": trial.promised, "measured": saved, "seconds": seconds}
         if saved > 0:
-            self._decide("keep", current, trial.previous, **numbers)
+            self._decide("keep", current, shape, trial.previous, **numbers)
         else:
-            self._change(trial.previous, shape)
-            self._decide("revert", trial.previous, current, **numbers)
+            self._decide("revert", trial.previous, shape, current, **numbers)
         return saved > 0
 
     def keep_engine(self, shape: JobShape, gain: float | None = None, seconds: float | None = None) -> None:
@@ -292,11 +263,10 @@ class Planner:
             gain: Share of a window that dense buffers have saved, if that was tried.
             seconds: Median window of the trial.
         """
-        tried, trial, self._trial = self.current, self._trial, None
+        trial, self._trial = self._trial, None
         self._handover.decline()
-        if tried is not None and trial is not None:
-            self._change(trial.previous, shape)
-            self._decide("revert", trial.previous, tried, measured=gain, seconds=seconds)
+        if trial is not None:
+            self._decide("revert", trial.previous, shape, measured=gain, seconds=seconds)
 
     def use(self, plan: Plan, shape: JobShape) -> None:
         """Changes to this plan, the same on all ranks, until costs call for another. Collective; between windows."""
@@ -311,10 +281,16 @@ class Planner:
         self._describe(plan, shape)
         self.verify(shape.device)
 
-    def _decide(self, action: Action, plan: Plan, rival: Plan, **numbers: float | None) -> None:
-        """Records a decision that was carried out; ``numbers`` are those of :class:`Decision`, as far as known."""
+    def _decide(
+        self, action: Action, plan: Plan, shape: JobShape, rival: Plan | None = None, **numbers: float | None
+    ) -> None:
+        """Changes to a plan, unless it is in use, and records why; by default its rival is the one in use before."""
+        before = self.current or plan
+        if plan != before:
+            self._change(plan, shape)
         known = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
-        self.decisions.append(Decision(self._schedule.windows, action, len(plan.groups), len(rival.groups), **known))
+        rivals = len((rival or before).groups)
+        self.decisions.append(Decision(self._schedule.windows, action, len(plan.groups), rivals, **known))
 
     def _describe(self, plan: Plan, shape: JobShape) -> None:
         """Announces which collectives a plan uses, once for each combination, so that a dense run is recognised."""
@@ -354,10 +330,10 @@ class Planner:
             "plan": None if plan is None else plan.to_list(),
             "profile": None if self._profile is None else self._profile.to_vector().tolist(),
             "replans": self.replans,
-            "schedule": self._schedule.state_dict(),
+            "schedule": {"windows": self._schedule.windows},
             "trials": {
                 "trial": None if trial is None or trying_ddp else trial.state(),
-                "broken": None if broken is None else [broken.promised, broken.measured, broken.finish],
+                "broken": None if broken is None else list(broken),
             },
             "handover": self._handover.state_dict(trying_ddp),
             "search": None if self._search is None else self._search.measured,
@@ -372,11 +348,11 @@ class Planner:
         self.current, self._recorder, self._profile = None, None, None
         self._spans.restart()
         self.replans = int(state["replans"])
-        self._schedule.load_state_dict(state["schedule"])
+        self._schedule.windows = int(state["schedule"]["windows"])
         if state["profile"] is not None:
             self._profile = AgreedProfile.from_vector(np.array(state["profile"]))
         elif not self._schedule.cadence.on_trial:
-            self._schedule.restart()  # times measured for the one plan are not in the checkpoint
+            self._schedule.windows = 0  # times measured for the one plan are not in the checkpoint
         if state["plan"] is not None:
             plan = Plan.from_list(state["plan"])
             if plan.num_tensors != len(shape):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.fusion.layout import Layout, TensorSpec
+from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.plans.selective import selective_counts
 from lightning_safusion.sparsify.base import Segments, Sparsifier, element_quota
 
@@ -51,35 +53,34 @@ def tensor_quotas(layout: Layout, sparsifier: Sparsifier, density: float) -> Ten
     return TensorQuotas(density, quotas, quotas >= sizes)
 
 
-def selective_quotas(layout: Layout, quotas: TensorQuotas, start: int, stop: int, dense_upto: int) -> TensorQuotas:
-    """The quotas with those of the group at places ``[start, stop)`` replaced by :func:`selective_counts`.
+def selective_quotas(layout: Layout, quotas: TensorQuotas, group: Group) -> TensorQuotas:
+    """The quotas with those of a group replaced by :func:`selective_counts`.
 
     They do not change where the other tensors cannot send as much less.
     """
-    part = slice(start, stop)
-    chosen = selective_counts(np.diff(layout.edges)[part], quotas.counts[part], dense_upto) if dense_upto else None
+    sizes, part = np.diff(layout.edges), slice(group.start, group.stop)
+    chosen = selective_counts(sizes[part], quotas.counts[part], group.dense_upto) if group.dense_upto else None
     if chosen is None:
         return quotas
     counts = quotas.counts.copy()
     counts[part] = chosen
-    return replace(quotas, counts=counts, dense=counts >= np.diff(layout.edges))
+    return replace(quotas, counts=counts, dense=counts >= sizes)
 
 
-def group_segments(
-    layout: Layout, quotas: TensorQuotas, start: int, stop: int, scope: Scope, pooled: bool
-) -> Segments | None:
-    """Segments of the group at places ``[start, stop)``; None if every tensor of it is dense.
+def group_segments(layout: Layout, quotas: TensorQuotas, group: Group, scope: Scope, pooled: bool) -> Segments | None:
+    """Segments of a group; None if every tensor of it is dense.
 
     ``scope="tensor"`` is sparsification before fusion (one segment and one quota per tensor), ``scope="group"`` after
     it (one per run of neighbouring sparse tensors, all of the group if none of it is dense).
     """
+    start, stop = group.start, group.stop
     edges = layout.edges[start : stop + 1] - layout.edges[start]
     dense = quotas.dense[start:stop]
     if dense.all():
         return None
     specs = layout.specs[start:stop]
     if scope == "group":
-        return _fused_segments(layout, quotas, start, edges, dense)
+        return _fused_segments(specs, quotas.density, edges, dense)
     counts = np.where(dense, 0, quotas.counts[start:stop])
     pool = 0
     if pooled:
@@ -89,14 +90,11 @@ def group_segments(
     return Segments(edges, counts, tuple(s.index for s in specs), tuple(s.shape for s in specs), pool)
 
 
-def _fused_segments(layout: Layout, quotas: TensorQuotas, start: int, edges: np.ndarray, dense: np.ndarray) -> Segments:
+def _fused_segments(specs: Sequence[TensorSpec], density: float, edges: np.ndarray, dense: np.ndarray) -> Segments:
     """One segment per run of neighbouring dense or sparse tensors, quota 0 for the dense ones."""
-    first = np.concatenate([[True], dense[1:] != dense[:-1]])
-    begins = np.flatnonzero(first)
+    begins = np.flatnonzero(np.concatenate([[True], dense[1:] != dense[:-1]]))
     cuts = np.concatenate([edges[begins], edges[-1:]])
-    sizes = np.diff(cuts)
-    counts = np.array(
-        [0 if dense[b] else element_quota(int(n), quotas.density) for b, n in zip(begins, sizes, strict=True)], np.int64
-    )
-    keys = tuple(("group", layout.specs[start + b].index, int(n)) for b, n in zip(begins, sizes, strict=True))
-    return Segments(cuts, counts, keys, tuple((int(n),) for n in sizes))
+    runs = list(zip(begins.tolist(), np.diff(cuts).tolist(), strict=True))
+    counts = np.array([0 if dense[b] else element_quota(n, density) for b, n in runs], np.int64)
+    keys = tuple(("group", specs[b].index, n) for b, n in runs)
+    return Segments(cuts, counts, keys, tuple((n,) for _, n in runs))

@@ -25,12 +25,11 @@ _ARRIVALS = 11  # windows that the running median of the arrivals spans
 RECENT_WINDOWS = 8
 # Shape of the local costs before buffers of several sizes were measured: a launch, and a pass over memory.
 _LOCAL_SHAPE = LinearCost(40e-6, 1e-10)
+_UNKNOWN = LinearCost(-math.inf, -math.inf)
 
 
 class ProfileRecorder:
-    """Running statistics of one rank. Plain numbers in; no clock, no tensor.
-
-    Leave out the first windows of a job: they set up communicators and warm up kernels.
+    """Running statistics of one rank, without the first windows of a job, which set up communicators and kernels.
 
     Args:
         num_tensors: Tensors in the ready order (L).
@@ -52,7 +51,7 @@ class ProfileRecorder:
         self._window_starts: deque[int] = deque(maxlen=RECENT_WINDOWS)  # first exchange of each of the latest windows
 
     def record(self, events: WindowEvents) -> None:
-        """Adds a window; the rounds of a stream, which belong to no buffer, are left out."""
+        """Adds a window, without the rounds of a stream, which belong to no buffer."""
         buffers = [buffer for buffer in events.buffers if buffer.collective != "stream"]
         selections = [(each.places.stop, each.elements, each.issued - each.closed) for each in buffers]
         ready = events.ready if events.delays is None else events.ready - events.delays
@@ -116,21 +115,16 @@ class ProfileRecorder:
     def to_vector(self) -> np.ndarray:
         """What this rank has measured, laid out so that the minimum over ranks, number by number, is the agreement.
 
-        Numbers of which the largest counts are negated; what was not measured is infinite.
-
-        Returns:
-            float64, of a length that depends on the number of tensors only.
+        Float64, of a length that depends on the number of tensors only. Numbers of which the largest counts are
+        negated; what was not measured is infinite.
         """
         arrivals = np.full(self.num_tensors, -np.inf)
         if self._arrivals:
             table = np.stack(self._arrivals)
             measured = ~np.isnan(table).all(axis=0)
             arrivals[measured] = np.nanmedian(table[:, measured], axis=0)
-        local = np.full(4, -np.inf)
-        for place, samples in ((0, self._selections), (2, self._decodes)):
-            line = fit_or_scale(samples, _LOCAL_SHAPE)
-            if line is not None:
-                local[place : place + 2] = line.fixed, line.per_byte
+        lines = [fit_or_scale(samples, _LOCAL_SHAPE) or _UNKNOWN for samples in (self._selections, self._decodes)]
+        local = np.ravel([(line.fixed, line.per_byte) for line in lines])
         number, code, seconds = self._exchanges
         oldest = self._window_starts[0] if self._window_starts else 0
         seconds = np.where(number >= oldest, seconds, np.inf)
@@ -147,9 +141,9 @@ class ProfileRecorder:
 
         Args:
             transport: Communicator that no other operation uses meanwhile.
-            prior: Calibrated costs, the same on all ranks.
+            prior: As in :meth:`AgreedProfile.from_minimum`, as ``known`` is; the same on all ranks.
             device: Where the transport needs its tensors.
-            known: What was agreed before, the same on all ranks.
+            known: What was agreed before.
 
         Raises:
             ValueError: On all ranks, if none has recorded a gradient.
@@ -164,11 +158,9 @@ class ProfileRecorder:
 
 
 def service_seconds(launched: Sequence[float], finished: Sequence[float]) -> list[float]:
-    """Time that each exchange had the link, from when it was launched or the one before it ended.
+    """Seconds that each exchange had the link, from when it was launched or the one before it ended.
 
-    Args:
-        launched: Launch times in launch order, seconds on one clock.
-        finished: End times of the same exchanges; NaN where unknown.
+    Times are in launch order on one clock; ``finished`` is NaN where unknown.
     """
     seconds, free = [], -math.inf
     for begin, end in zip(launched, finished, strict=True):
@@ -211,18 +203,10 @@ class WindowSpans:
         self._spans.append(events.drained - float(computed.min()) if len(computed) else math.nan)
 
     def agree_median(self, transport: Transport, device: torch.device | str) -> float:
-        """Agrees on how long a window takes. Collective; blocks; call it between windows.
+        """Agrees on the median window, NaN if none was measured. Collective; blocks; call it between windows.
 
         Ranks begin a window when their own forward pass has ended, and end it together: of each window the shortest
-        span counts, that of the rank which began last and did not wait. The median over windows leaves disturbances
-        out.
-
-        Args:
-            transport: Communicator that no other operation uses meanwhile.
-            device: Where the transport needs its tensors.
-
-        Returns:
-            The median; NaN if no window was measured. The same on all ranks, bit for bit.
+        span counts, that of the rank which began last and did not wait. The median leaves disturbances out.
         """
         latest = np.full(self._spans.maxlen or 0, np.inf)
         latest[: len(self._spans)] = np.nan_to_num(np.array(self._spans), nan=np.inf)

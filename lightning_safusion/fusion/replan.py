@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.fusion.plans.costs import GroupCosts, predict_plain_ddp
+from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.fusion.plans.pricing import predict_finish
+from lightning_safusion.fusion.plans.pricing import GroupPricer, predict_finish
 
 # Reviews in a row that must find every buffer dense, or plain DDP faster.
 _REVIEWS = 3
@@ -54,48 +53,25 @@ class Decision:
 
 @dataclass(frozen=True)
 class Review:
-    """What a review has measured and predicted; the same on all ranks.
+    """What a review has measured and predicted; the same on all ranks."""
 
-    Args:
-        seconds: Median window, from the first gradient to the last mean.
-        plain_ddp: The same under plain DDP, by prediction.
-    """
-
-    seconds: float
-    plain_ddp: float
+    seconds: float  #: median window, from the first gradient to the last mean; NaN if none was measured
+    plain_ddp: float  #: the same under plain DDP, by prediction
 
 
 def predicted_gain(current: Plan, proposed: Plan, costs: GroupCosts) -> float:
-    """Share of the time to the end of the last exchange that ``proposed`` saves.
+    """Share of the time to the end of the last exchange that ``proposed`` saves, at most 1.
 
-    Args:
-        current: The plan in use.
-        proposed: What the policy would use now.
-        costs: The agreed numbers that both are compared with.
-
-    Returns:
-        At most 1; infinite when ``current`` no longer fits: it covers other tensors, or uses a collective that is not
-        allowed.
+    Infinite when ``current`` no longer fits: it covers other tensors, or uses a collective that is not allowed.
     """
     if current == proposed:
         return 0.0
-    allowed = {"allgather": costs.sparse_allowed, "allreduce": costs.dense_allowed}
-    fits = all(allowed.get(group.collective, False) for group in current.groups)
+    allowed = GroupPricer(costs).allowed
+    fits = all(group.collective in allowed for group in current.groups)
     if current.num_tensors != proposed.num_tensors or not fits:
         return math.inf
     finish = predict_finish(current, costs)
     return 1.0 - predict_finish(proposed, costs) / finish if finish > 0 else 0.0
-
-
-def plain_ddp_window(costs: GroupCosts, allreduce: LinearCost) -> float:
-    """Seconds that a window is predicted to take under plain DDP.
-
-    Args:
-        costs: The agreed numbers.
-        allreduce: As it was calibrated. What a job of sparse buffers measures of an all-reduce says little of one of
-            the whole model, which is a hundred times as large.
-    """
-    return predict_plain_ddp(replace(costs, dense=(allreduce.fixed, allreduce.per_byte)))
 
 
 @dataclass(frozen=True)
@@ -119,7 +95,7 @@ class Trial:
         return 1.0 - seconds / self.seconds if math.isfinite(seconds) else None
 
     def state(self) -> list[Any]:
-        """Plain values, the same on all ranks, for :meth:`of`."""
+        """Plain values for :meth:`of`."""
         return [self.previous.to_list(), [self.promised, self.finish, self.seconds]]
 
     @classmethod
@@ -129,19 +105,12 @@ class Trial:
         return cls(Plan.from_list(state[0]), seconds, promised, finish)
 
 
-@dataclass(frozen=True)
-class BrokenPromise:
-    """A predicted gain that was not measured.
-
-    Args:
-        promised: Predicted gain.
-        measured: Measured gain, 0 or less.
-        finish: What the costs predicted at that time for the plan before.
-    """
+class BrokenPromise(NamedTuple):
+    """A predicted gain that was not measured."""
 
     promised: float
-    measured: float
-    finish: float
+    measured: float  #: 0 or less
+    finish: float  #: what the costs predicted at that time for the plan before
 
 
 class Promises:
@@ -164,12 +133,7 @@ class Promises:
         return threshold if self.broken is None else self.broken.promised - self.broken.measured + threshold
 
     def judge(self, trial: Trial, seconds: float) -> float:
-        """The measured gain: above 0 the plan is kept; 0 if no window was measured.
-
-        Args:
-            trial: Of a plan with a promise.
-            seconds: Median window with the plan on trial; NaN if none was measured.
-        """
+        """The gain by the median window of a plan on trial: above 0 it is kept; 0 if no window was measured (NaN)."""
         gain = trial.gain(seconds) or 0.0
         self.broken = None if gain > 0 else BrokenPromise(trial.promised or 0.0, gain, trial.finish)
         return gain
@@ -195,19 +159,12 @@ class Handover:
         self._faster = self._dense = 0  # reviews in a row
         self._wanted = _REVIEWS
 
-    def due(self, costs: GroupCosts, allreduce: LinearCost, seconds: float) -> bool:
-        """Counts a review; returns whether to begin a trial.
-
-        Args:
-            costs: The agreed numbers.
-            allreduce: As it was calibrated.
-            seconds: Median window with the plan in use; NaN if none was measured.
-        """
+    def due(self, review: Review) -> bool:
+        """Counts a review; returns whether to begin a trial."""
         if not self._allowed:
             return False
-        dense = plain_ddp_window(costs, allreduce)
         # by the clock: costs do not include all of the engine's work (comparing with NaN is False)
-        self._faster = self._faster + 1 if dense < (1 - _GAIN) * seconds else 0
+        self._faster = self._faster + 1 if review.plain_ddp < (1 - _GAIN) * review.seconds else 0
         return self._faster >= self._wanted
 
     def count_dense(self, dense: bool) -> None:
@@ -216,11 +173,9 @@ class Handover:
         self.agreed = self._allowed and self._dense >= self._wanted
 
     def judge(self, trial: Trial, seconds: float) -> float | None:
-        """The measured gain; plain DDP is agreed on if the windows of the trial were not clearly longer.
+        """The gain by the median window of the trial, None if no window was measured (NaN).
 
-        Args:
-            trial: In which every buffer is dense.
-            seconds: Median window of the trial; NaN, which counts as longer, if none was measured.
+        Plain DDP is agreed on if windows were measured, and were not clearly longer.
         """
         gain = trial.gain(seconds)
         self.agreed = gain is not None and gain >= -LENIENCE
@@ -237,12 +192,9 @@ class Handover:
         self._faster = self._dense = 0
 
     def state_dict(self, trying: bool) -> dict[str, Any]:
-        """Plain values, the same on all ranks.
+        """Plain values; the counts are left out if plain DDP is on trial or agreed on.
 
-        A trial and what was agreed are left out: a resumed job may run elsewhere, where windows take another time.
-
-        Args:
-            trying: Plain DDP is on trial.
+        A resumed job may run elsewhere, where windows take another time.
         """
         counts = [0, 0] if trying or self.agreed else [self._faster, self._dense]
         return {"counts": counts, "wanted": self._wanted}

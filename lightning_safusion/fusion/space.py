@@ -186,13 +186,13 @@ class GradientSpace:
 
     def _build(self, group: Group) -> Buffer:
         layout, settings, part = self.layout, self._settings, slice(group.start, group.stop)
-        quotas = selective_quotas(layout, self.quotas, group.start, group.stop, group.dense_upto)
+        quotas = selective_quotas(layout, self.quotas, group)
         edges = layout.edges[group.start : group.stop + 1] - layout.edges[group.start]
         dtypes = [spec.dtype for spec in layout.specs[part]]
         dense = np.ones(len(dtypes), bool) if group.collective == "allreduce" else quotas.dense[part]
         segments = None
         if not dense.all():
-            segments = group_segments(layout, quotas, group.start, group.stop, settings.scope, self._rule == "pooled")
+            segments = group_segments(layout, quotas, group, settings.scope, self._rule == "pooled")
         runs = _dense_runs(edges.tolist(), dense.tolist(), dtypes)
         spec = SpanSpec(int(edges[-1]), segments.capacity if segments else 0, tuple(edges.tolist()), runs)
         exchange: Exchange

@@ -15,13 +15,22 @@ from lightning_safusion.fusion.events import host_delays
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import JobShape
 from lightning_safusion.fusion.plans.profile import AgreedProfile, fit_exchanges, fit_or_scale, job_costs
-from lightning_safusion.fusion.recorder import ProfileRecorder, service_seconds
+from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder, service_seconds
 
+FREE = LinearCost(0.0, 0.0)
 PRIOR = {"allgather": LinearCost(1e-4, 4e-9), "allreduce": LinearCost(2e-4, 1e-9)}
 
 
 def alone(recorder: ProfileRecorder) -> AgreedProfile:
     return recorder.agree(local_transports(1)[0], PRIOR)
+
+
+def windows(*arrivals: list[float]) -> list[ProfileRecorder]:
+    """Ranks that have recorded a window each."""
+    recorders = [ProfileRecorder(len(each)) for each in arrivals]
+    for recorder, each in zip(recorders, arrivals, strict=True):
+        recorder.record_window(each)
+    return recorders
 
 
 def agree_all(recorders: list[ProfileRecorder]) -> list[AgreedProfile]:
@@ -48,18 +57,18 @@ def test_arrivals_count_from_the_first_gradient_on_any_clock() -> None:
     assert alone(recorder).arrivals == pytest.approx((0.0, 0.5, 2.0))
 
 
-def test_a_slow_window_does_not_move_the_median() -> None:
+@pytest.mark.parametrize(
+    ("scales", "arrivals"),
+    [
+        ([50.0 if window % 4 == 0 else 1.0 for window in range(9)], (0.0, 1.0, 2.0)),  # a slow window moves no median
+        ([1.0] * 20 + [3.0] * 6, (0.0, 3.0, 6.0)),  # a lasting change is followed
+    ],
+)
+def test_arrivals_are_running_medians(scales: list[float], arrivals: tuple[float, ...]) -> None:
     recorder = ProfileRecorder(3)
-    for window in range(9):
-        recorder.record_window([0.0, 1.0, 2.0] if window % 4 else [0.0, 50.0, 900.0])
-    assert alone(recorder).arrivals == (0.0, 1.0, 2.0)
-
-
-def test_a_lasting_change_is_followed() -> None:
-    recorder = ProfileRecorder(3)
-    for scale in [1.0] * 20 + [3.0] * 6:
-        recorder.record_window([0.0, 1.0 * scale, 2.0 * scale])
-    assert alone(recorder).arrivals == (0.0, 3.0, 6.0)
+    for scale in scales:
+        recorder.record_window([0.0, scale, 2.0 * scale])
+    assert alone(recorder).arrivals == arrivals
 
 
 def test_profile_does_not_depend_on_the_plan_it_was_measured_with() -> None:
@@ -94,18 +103,14 @@ def test_calls_on_the_host_delay_what_a_device_that_keeps_pace_computes() -> Non
 
 
 def test_a_window_without_gradients_on_this_rank_counts_as_it_does_on_the_others() -> None:
-    recorders = [ProfileRecorder(2) for _ in range(2)]
-    recorders[0].record_window([0.0, 1.0])
-    recorders[1].record_window([math.nan, math.nan])
+    recorders = windows([0.0, 1.0], [math.nan, math.nan])
     assert [recorder.windows for recorder in recorders] == [1, 1]
     assert [profile.arrivals for profile in agree_all(recorders)] == [(0.0, 1.0)] * 2
 
 
 def test_times_without_a_gradient_cannot_be_agreed() -> None:
-    recorder = ProfileRecorder(3)
-    recorder.record_window([math.nan] * 3)
     with pytest.raises(ValueError, match="no rank has recorded"):
-        alone(recorder)
+        alone(*windows([math.nan] * 3))
 
 
 def test_service_time_starts_when_the_link_is_free() -> None:
@@ -134,21 +139,13 @@ def test_lines_are_recovered_from_noisy_samples_with_outliers() -> None:
     assert_line(profile.allreduce, 6e-4, 8e-10, rel=0.05)
 
 
-def test_one_size_scales_the_prior() -> None:
+def test_sizes_that_tell_no_rise_scale_the_prior() -> None:
     prior = LinearCost(1e-4, 1e-9)
     assert_line(fit_or_scale([(50_000, 3 * prior(50_000))] * 5, prior), 3e-4, 3e-9)
-
-
-def test_sizes_too_alike_or_falling_scale_the_prior() -> None:
-    prior = LinearCost(1e-4, 1e-9)
-    for samples in ([(10_000, 2.0), (11_000, 9.0)], [(1_000, 2.0), (100_000, 1.0)]):
+    for samples in ([(10_000, 2.0), (11_000, 9.0)], [(1_000, 2.0), (100_000, 1.0)]):  # too alike, or falling
         line = fit_or_scale(samples, prior)
-        assert line is not None
         assert line.per_byte / line.fixed == pytest.approx(prior.per_byte / prior.fixed)
-
-
-def test_no_samples_no_line() -> None:
-    assert fit_or_scale([], LinearCost(1e-4, 1e-9)) is None
+    assert fit_or_scale([], prior) is None
 
 
 def test_the_collective_in_use_corrects_the_other_one() -> None:
@@ -201,6 +198,22 @@ def test_noise_that_has_hidden_a_latency_does_not_hide_it_for_good() -> None:
     assert (line.fixed, line.per_byte) == pytest.approx((2e-3, 1e-8), rel=1e-6)
 
 
+def test_exchanges_of_one_size_scale_the_line_that_was_agreed_before() -> None:
+    recorder, transport = ProfileRecorder(2), local_transports(1)[0]
+    prior = {"allgather": LinearCost(1e-3, 1e-9), "allreduce": LinearCost(1e-3, 1e-9)}
+    recorder.record_window([0.0, 1.0])
+    for nbytes in (1000, 1_000_000):
+        recorder.record_exchange("allgather", nbytes, 1e-4 + 1e-8 * nbytes)
+    before = recorder.agree(transport, prior)
+    for _ in range(RECENT_WINDOWS):  # the link has become three times as slow, and the plan has one buffer
+        recorder.record_window([0.0, 1.0])
+        recorder.record_exchange("allgather", 1_000_000, 3 * (1e-4 + 1e-8 * 1_000_000))
+    after = recorder.agree(transport, prior, known=before).allgather
+    # as slow as measured; a latency that is more than twice what it was needs more to be believed
+    assert after(1_000_000) == pytest.approx(3 * before.allgather(1_000_000))
+    assert after.fixed == pytest.approx(2e-4)
+
+
 # --- agreement --------------------------------------------------------------------------------------------------------
 
 
@@ -227,9 +240,7 @@ def test_all_ranks_hold_the_same_bits(world_size: int) -> None:
 
 
 def test_gradients_are_ready_when_the_slowest_rank_has_them() -> None:
-    recorders = [ProfileRecorder(3) for _ in range(2)]
-    recorders[0].record_window([0.0, 1.0, 5.0])
-    recorders[1].record_window([0.0, 2.0, 4.0])
+    recorders = windows([0.0, 1.0, 5.0], [0.0, 2.0, 4.0])
     assert agree_all(recorders)[0].arrivals == (0.0, 2.0, 5.0)
 
 
@@ -245,9 +256,7 @@ def test_a_rank_without_measurements_follows_the_others() -> None:
 def test_an_exchange_took_as_long_as_the_rank_that_came_last_saw() -> None:
     """The others launched early and waited: what they saw is their own earliness."""
     rng = np.random.default_rng(1)
-    recorders = [ProfileRecorder(1) for _ in range(3)]
-    for recorder in recorders:
-        recorder.record_window([0.0])
+    recorders = windows([0.0], [0.0], [0.0])
     for number in range(60):
         nbytes = (1_000, 50_000, 2_000_000)[number % 3]
         early = rng.uniform(1e-3, 1e-1, 3)
@@ -259,9 +268,8 @@ def test_an_exchange_took_as_long_as_the_rank_that_came_last_saw() -> None:
 
 def test_ranks_may_have_read_different_numbers_of_results() -> None:
     """On an accelerator results come late: what only some ranks have is left for the next agreement."""
-    recorders = [ProfileRecorder(1) for _ in range(2)]
+    recorders = windows([0.0], [0.0])
     for rank, recorder in enumerate(recorders):
-        recorder.record_window([0.0])
         for number in range(600 - 7 * rank):  # more than are kept
             nbytes = (1_000, 80_000)[number % 2]
             recorder.record_exchange("allreduce", nbytes, 1e-4 + 2e-9 * nbytes + 1e-3 * (number % 5 == rank))
@@ -269,9 +277,8 @@ def test_ranks_may_have_read_different_numbers_of_results() -> None:
 
 
 def test_a_missing_measurement_does_not_shift_the_others() -> None:
-    recorders = [ProfileRecorder(1) for _ in range(2)]
+    recorders = windows([0.0], [0.0])
     for rank, recorder in enumerate(recorders):
-        recorder.record_window([0.0])
         for number in range(12):
             nbytes = (1_000, 80_000, 500_000)[number % 3]
             lost = rank == 1 and number % 4 == 0
@@ -336,15 +343,13 @@ def test_costs_add_selection_and_decoding() -> None:
 
 
 def test_ready_times_rise_and_absent_tensors_delay_nothing() -> None:
-    none = LinearCost(0.0, 0.0)
-    profile = AgreedProfile((-math.inf, 0.0, 2.0, 1.0, -math.inf), none, none, none, none)
+    profile = AgreedProfile((-math.inf, 0.0, 2.0, 1.0, -math.inf), *[FREE] * 4)
     assert job_costs(shape_of([20] * 5, 2), "auto", profile, None).ready == (0.0, 0.0, 2.0, 2.0, 2.0)
 
 
 def test_profile_of_another_model_is_refused() -> None:
-    none = LinearCost(0.0, 0.0)
     with pytest.raises(ValueError, match="of 1 tensors, got the sizes of 2"):
-        job_costs(shape_of([1, 2], 2), "auto", AgreedProfile((0.0,), none, none, none, none), None)
+        job_costs(shape_of([1, 2], 2), "auto", AgreedProfile((0.0,), *[FREE] * 4), None)
 
 
 def test_modelled_costs_follow_sizes_and_link() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.plans.selective import selective_counts
 from lightning_safusion.fusion.quota import TensorQuotas, group_segments, selective_quotas, tensor_quotas
 from lightning_safusion.sparsify import TopK
@@ -31,10 +33,9 @@ def quotas_of_models(draw: st.DrawFn) -> Model:
     return layout, tensor_quotas(layout, TopK(), draw(DENSITIES))
 
 
-def group(draw: st.DrawFn, layout: Layout) -> tuple[int, int]:
-    """Places of a buffer."""
+def group_of(draw: st.DrawFn, layout: Layout) -> Group:
     start = draw(st.integers(0, len(layout) - 1))
-    return start, draw(st.integers(start + 1, len(layout)))
+    return Group(start, draw(st.integers(start + 1, len(layout))))
 
 
 @given(numel=st.integers(1, 10**9), density=DENSITIES)
@@ -58,10 +59,11 @@ def test_what_may_send_everything_is_dense(model: Model) -> None:
 @given(model=quotas_of_models(), data=st.data())
 def test_a_pool_keeps_the_sum_and_a_quarter_for_every_tensor(model: Model, data: st.DataObject) -> None:
     layout, quotas = model
-    start, stop = group(data.draw, layout)
+    group = group_of(data.draw, layout)
+    start, stop = group.start, group.stop
     counts = np.where(quotas.dense, 0, quotas.counts)[start:stop]
-    plain = group_segments(layout, quotas, start, stop, "tensor", False)
-    pooled = group_segments(layout, quotas, start, stop, "tensor", True)
+    plain = group_segments(layout, quotas, group, "tensor", False)
+    pooled = group_segments(layout, quotas, group, "tensor", True)
     if plain is None or pooled is None:
         assert plain is pooled is None
         assert not counts.any()
@@ -79,8 +81,9 @@ def test_a_pool_keeps_the_sum_and_a_quarter_for_every_tensor(model: Model, data:
 @given(model=quotas_of_models(), data=st.data())
 def test_segments_behind_fusion_are_runs_of_sparse_tensors(model: Model, data: st.DataObject) -> None:
     layout, quotas = model
-    start, stop = group(data.draw, layout)
-    segments = group_segments(layout, quotas, start, stop, "group", False)
+    group = group_of(data.draw, layout)
+    start, stop = group.start, group.stop
+    segments = group_segments(layout, quotas, group, "group", False)
     dense = quotas.dense[start:stop]
     assert (segments is None) == bool(dense.all())
     if segments is None:
@@ -94,10 +97,11 @@ def test_segments_behind_fusion_are_runs_of_sparse_tensors(model: Model, data: s
 @given(model=quotas_of_models(), data=st.data())
 def test_whole_tensors_are_paid_for_by_the_others_of_their_buffer(model: Model, data: st.DataObject) -> None:
     layout, quotas = model
-    start, stop = group(data.draw, layout)
+    group = group_of(data.draw, layout)
+    start, stop = group.start, group.stop
     sizes, counts = np.diff(layout.edges)[start:stop], quotas.counts[start:stop]
     upto = data.draw(st.sampled_from([0, *sizes.tolist()]))
-    chosen = selective_quotas(layout, quotas, start, stop, upto)
+    chosen = selective_quotas(layout, quotas, replace(group, dense_upto=upto))
     outside = [place for place in range(len(layout)) if not start <= place < stop]
     assert (chosen.counts[outside] == quotas.counts[outside]).all()
     if chosen is not quotas:

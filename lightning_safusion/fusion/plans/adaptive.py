@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 from typing_extensions import Unpack
 
-from lightning_safusion.fusion.plans.cadence import Cadence, CadenceOptions, ReplanSchedule
+from lightning_safusion.fusion.plans.cadence import Cadence, CadenceOptions
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
@@ -60,9 +60,6 @@ class Adaptive(FusionPolicy):
             return plan_greedy(costs, bounds)
         return plan_optimal(costs, max_last_share=self.max_last_share, bounds=bounds)
 
-    def schedule(self) -> ReplanSchedule:
-        return ReplanSchedule(self.cadence)
-
 
 class Tuned(FusionPolicy):
     """Another policy, its sizes reviewed while the job runs: what ``BufferSizeTuner`` makes of a strategy's policy.
@@ -93,9 +90,6 @@ class Tuned(FusionPolicy):
 
     def resized(self, costs: GroupCosts, bounds: Bounds = NO_BOUNDS) -> Plan:
         return self.policy.resized(costs, self.bounds)
-
-    def schedule(self) -> ReplanSchedule:
-        return ReplanSchedule(self.cadence)
 
 
 def optimal_cuts(
@@ -163,7 +157,7 @@ def plan_optimal(costs: GroupCosts, *, max_last_share: float = 0.5, bounds: Boun
     """The plan whose last exchange ends first, by the exact programme of :func:`optimal_cuts`.
 
     Args:
-        costs: The agreed numbers.
+        costs: Agreed numbers.
         max_last_share: Largest share of the model's elements in the last buffer, in (0, 1]; its last tensor is always
             admitted. Nothing hides the last buffer, so a wrong measurement costs most there: the released SAFusion
             planner puts up to 93 % of a model into it. 1 lifts the bound.
@@ -176,7 +170,10 @@ def plan_optimal(costs: GroupCosts, *, max_last_share: float = 0.5, bounds: Boun
         return pricer.cheapest(starts, stop) + bounds.charge(edges, starts, stop)
 
     price = pricer.cheapest if bounds == NO_BOUNDS else charged
-    first_last = _first_last(costs.numels, max_last_share)
+    # Empty tensors at the end must not push the last real one out of every last buffer.
+    last = next((numel for numel in reversed(costs.numels) if numel), 0)
+    fits = edges[-1] - edges[:-1] <= max(max_last_share * edges[-1], last)
+    first_last = int(np.argmax(fits)) if costs.numels else 0
     return pricer.plan(optimal_cuts(costs.ready, price, first_last, costs.per_buffer))
 
 
@@ -187,11 +184,7 @@ def plan_greedy(costs: GroupCosts, bounds: Bounds = NO_BOUNDS) -> Plan:
     takes at least as long as backward and selection of the next one, and as close to equality as possible. Read
     forward: each buffer takes as many tensors as get ready while the one before it is exchanged, and the first
     buffer is the smallest with which no buffer is empty. The rule ignores the size of the last buffer, which
-    nothing hides; the exact programme without a bound is never worse.
-
-    Args:
-        costs: The agreed numbers.
-        bounds: Elements of a buffer, kept before the rule.
+    nothing hides; the exact programme without a bound is never worse. Bounds are kept before the rule.
     """
     pricer = GroupPricer(costs)
     total = len(costs.ready)
@@ -217,17 +210,3 @@ def _covering_stops(
         start, stop = stop, bounds.clamp(edges, stop, covered)
         stops.append(stop)
     return stops
-
-
-def _first_last(numels: Sequence[int], share: float) -> int:
-    """First place at which a last buffer of at most ``share`` of the elements may start."""
-    if not numels:
-        return 0
-    # Empty tensors at the end must not push the last real one out of every last buffer.
-    last = next((numel for numel in reversed(numels) if numel), 0)
-    room = max(share * sum(numels), last)
-    place, held = len(numels) - 1, numels[-1]
-    while place > 0 and held + numels[place - 1] <= room:
-        place -= 1
-        held += numels[place]
-    return place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from typing_extensions import Unpack
 
@@ -25,8 +25,7 @@ class CadenceOptions(TypedDict, total=False):
 class Cadence:
     """How often plans are reviewed, and how large a gain is worth a change.
 
-    Often and for small gains in the warm-up, while times still change, then rarely and for larger ones, so that noise
-    changes nothing.
+    Often and for small gains in the warm-up, while times still change; then rarely and for more, above the noise.
 
     Args:
         warmup_windows: Windows of the warm-up.
@@ -91,10 +90,13 @@ class Cadence:
 
 
 class ReplanSchedule:
-    """Counts windows, and decides when to plan again. The count is part of the checkpoint.
+    """Counts windows, and decides when to plan again.
 
     Args:
         cadence: How often.
+
+    Attributes:
+        windows: The count; part of the checkpoint, so that a resumed run plans after the same windows.
     """
 
     def __init__(self, cadence: Cadence | None = None) -> None:
@@ -107,21 +109,13 @@ class ReplanSchedule:
         warming_up = self.windows <= self.cadence.warmup_windows
         return self.cadence.warmup_threshold if warming_up else self.cadence.threshold
 
-    def restart(self) -> None:
-        """Counts from 0 again."""
-        self.windows = 0
-
     @property
     def over(self) -> bool:
         """Whether no plan may be proposed after the window counted last."""
         return self.cadence.freeze_after is not None and self.windows > self.cadence.freeze_after
 
     def advance(self) -> bool:
-        """Counts a window that has ended.
-
-        Returns:
-            Whether to plan again before the next one.
-        """
+        """Counts a window that has ended; returns whether to plan again before the next one."""
         self.windows += 1
         return self._due(self.windows)
 
@@ -136,11 +130,3 @@ class ReplanSchedule:
         if window <= cadence.warmup_windows:
             return window % cadence.warmup_every == 0
         return (window - cadence.warmup_windows) % cadence.every == 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The count, so that a resumed run plans after the same windows."""
-        return {"windows": self.windows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned."""
-        self.windows = int(state["windows"])

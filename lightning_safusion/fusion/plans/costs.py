@@ -8,6 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from lightning_safusion.comm.cost import LinearCost
+
 #: Bytes of DDP's buckets, and of its first one.
 DDP_BUCKET, DDP_FIRST_BUCKET = 25 * 2.0**20, 2.0**20
 
@@ -107,7 +109,7 @@ class JobShape:
         world_size: Workers.
         entry_bytes: Bytes on the wire of a selected element, position included, at the model's mean density.
         hybrid: Dense tensors of a sparse buffer have an all-reduce of their own.
-        device: Where the gradients live, as torch writes it.
+        device: Where the gradients live (``str(torch.device)``).
     """
 
     numels: tuple[int, ...]
@@ -119,7 +121,6 @@ class JobShape:
     device: str = "cpu"
 
     def __len__(self) -> int:
-        """Tensors (L)."""
         return len(self.numels)
 
     @property
@@ -129,30 +130,32 @@ class JobShape:
 
 
 def ddp_buckets(nbytes: Sequence[float], cap: float = DDP_BUCKET, first: float = DDP_FIRST_BUCKET) -> list[int]:
-    """Stops of DDP's buckets: closed by the tensor that fills them, the first one small.
+    """Stops of DDP's buckets, closed by the tensor that fills them; the first one is small.
 
     Args:
-        nbytes: Bytes of each tensor in ready order [L].
+        nbytes: Of each tensor in ready order [L].
         cap: Bytes that close a bucket.
         first: Bytes that close the first one.
     """
     stops, held, limit = [], 0.0, first
-    for place, size in enumerate(nbytes):
+    for stop, size in enumerate(nbytes, 1):
         held += size
-        if held >= limit or place == len(nbytes) - 1:
-            stops.append(place + 1)
+        if held >= limit or stop == len(nbytes):
+            stops.append(stop)
             held, limit = 0.0, cap
     return stops
 
 
-def predict_plain_ddp(costs: GroupCosts) -> float:
+def predict_plain_ddp(costs: GroupCosts, allreduce: LinearCost) -> float:
     """Seconds from the start of backward to the end of DDP's last all-reduce: nothing selected, nothing decoded.
 
     Args:
         costs: Agreed numbers, measured.
+        allreduce: As it was calibrated. What a job of sparse buffers measures of an all-reduce says little of one of
+            the whole model, which is a hundred times as large.
     """
-    fixed, per_byte = costs.dense
     free = 0.0
     for start, stop in pairwise([0, *ddp_buckets(costs.dense_bytes)]):
-        free = max(free, costs.arrivals[stop - 1]) + fixed + per_byte * sum(costs.dense_bytes[start:stop])
+        begin = max(free, costs.arrivals[stop - 1]) + allreduce.fixed
+        free = begin + allreduce.per_byte * sum(costs.dense_bytes[start:stop])
     return free

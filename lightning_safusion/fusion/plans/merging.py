@@ -45,12 +45,10 @@ class MGWFBP(PlannedOnce):
             fixed = (costs.dense if collective == "allreduce" else costs.sparse)[0]
             begin = max(free, costs.ready[place])
             end = begin + pricer.price(collective, start, stop)
-            arrives = costs.ready[stop]
-            small = sum(costs.numels[start:stop]) < self.min_elements
-            if small or (arrives < end and arrives < begin + fixed):
-                continue
-            stops.append(stop)
-            start, free = stop, end
+            large = sum(costs.numels[start:stop]) >= self.min_elements
+            if large and costs.ready[stop] >= min(end, begin + fixed):
+                stops.append(stop)
+                start, free = stop, end
         if costs.ready:
             stops.append(len(costs.ready))
         return pricer.plan(stops)

@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def num_tensors(self) -> int:
-        """Tensors covered."""
+        """Tensors covered (L)."""
         return self.groups[-1].stop if self.groups else 0
 
     @cached_property
@@ -69,8 +69,7 @@ class Plan:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
     def to_list(self) -> list[list[Any]]:
-        """``[tensors, collective, dense_upto, half]`` of each group, without zeros at its end: plain values for a
-        checkpoint."""
+        """``[tensors, collective, dense_upto, half]`` of each group, without zeros at its end, for a checkpoint."""
         rows: list[list[Any]] = []
         for group in self.groups:
             row = [group.stop - group.start, group.collective, group.dense_upto, int(group.half)]

@@ -37,6 +37,8 @@ class FusionPolicy(ABC):
     ticking: ClassVar[bool] = False
     #: Has sizes that can follow measured times: it implements :meth:`resized`.
     sizable: ClassVar[bool] = False
+    #: When its plans are reviewed; ``None``: the first plan stays.
+    cadence: Cadence | None = None
 
     @abstractmethod
     def plan(self, costs: GroupCosts) -> Plan:
@@ -47,24 +49,15 @@ class FusionPolicy(ABC):
         """
 
     def resized(self, costs: GroupCosts, bounds: Bounds = NO_BOUNDS) -> Plan:
-        """The plan of this policy that ends first, its sizes chosen anew. Pure, as :meth:`plan` is.
-
-        Args:
-            costs: Agreed numbers, measured.
-            bounds: Elements of a buffer.
-        """
+        """The plan of this policy that ends first, its sizes chosen anew from measured costs. Pure."""
         return self.plan(costs)
 
     def schedule(self) -> ReplanSchedule | None:
         """A new schedule of when to plan again; ``None``: the first plan stays."""
-        return None
+        return None if self.cadence is None else ReplanSchedule(self.cadence)
 
     def search(self, tensors: int) -> CutSearch | None:
-        """A new search that measures one plan after the other; ``None``: plans come from costs.
-
-        Args:
-            tensors: Tensors of the model (L), at least 1.
-        """
+        """A new search among plans of L tensors, at least 1, that measures one after the other; ``None``: costs do."""
         return None
 
     def __repr__(self) -> str:
@@ -107,8 +100,7 @@ class Aligned(FusionPolicy):
 
     def resized(self, costs: GroupCosts, bounds: Bounds = NO_BOUNDS) -> Plan:
         """The number of tensors per buffer that ends first; the largest of those that come within 1 % of it."""
-        total = len(costs.numels)
-        edges, pricer = element_edges(costs.numels), GroupPricer(costs)
+        edges, pricer, total = element_edges(costs.numels), GroupPricer(costs), len(costs.numels)
         limits = [limit for limit in (self.max_elements, bounds.max_elements) if limit is not None]
         bounds = Bounds(bounds.min_elements, min(limits, default=None))
         # the smallest size for each number of buffers: the others only shift the remainder
@@ -120,7 +112,6 @@ class Aligned(FusionPolicy):
 
 
 def _even_stops(edges: np.ndarray, size: int, bounds: Bounds) -> list[int]:
-    """Stops of buffers of ``size`` tensors each, as far as the bounds permit it."""
     stops: list[int] = []
     while (start := stops[-1] if stops else 0) < len(edges) - 1:
         stops.append(bounds.clamp(edges, start, start + size))

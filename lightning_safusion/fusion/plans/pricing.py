@@ -7,6 +7,7 @@ ready and the link is free (MG-WFBP, Shi et al., INFOCOM 2019, section 4), and h
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -31,11 +32,7 @@ class Bounds(NamedTuple):
     max_elements: int | None = None
 
     def check(self) -> Bounds:
-        """Returns these bounds.
-
-        Raises:
-            ValueError: If no buffer can keep them.
-        """
+        """Returns these bounds; raises ValueError if no buffer can keep them."""
         if self.min_elements < 0:
             raise ValueError(f"min_elements must not be negative, got {self.min_elements}")
         if self.max_elements is not None and self.max_elements < max(1, self.min_elements):
@@ -46,13 +43,7 @@ class Bounds(NamedTuple):
         return self
 
     def clamp(self, edges: np.ndarray, start: int, stop: int) -> int:
-        """The stop nearest to ``stop`` with which a buffer from ``start`` keeps the bounds.
-
-        Args:
-            edges: Elements before each tensor and in all, int64 [L + 1].
-            start: Place of its first tensor.
-            stop: Place after its last, as wanted.
-        """
+        """The stop nearest to ``stop`` with which a buffer from ``start`` keeps the bounds (edges: int64 [L + 1])."""
         total = len(edges) - 1
         stop = max(stop, int(np.searchsorted(edges, edges[start] + self.min_elements)))
         if self.max_elements is not None:
@@ -83,6 +74,9 @@ class GroupPricer:
     Args:
         costs: The agreed numbers of L tensors.
 
+    Attributes:
+        allowed: What buffers may take, the sparse collective first.
+
     Raises:
         ValueError: If the numbers do not describe the same tensors, ``ready`` is not finite and rising, a cost is
             negative, or no collective is allowed.
@@ -97,7 +91,7 @@ class GroupPricer:
         }
         self._line: dict[CollectiveName, tuple[float, float]] = {"allgather": costs.sparse, "allreduce": costs.dense}
         allowed: dict[CollectiveName, bool] = {"allgather": costs.sparse_allowed, "allreduce": costs.dense_allowed}
-        self._allowed = [collective for collective, may in allowed.items() if may]
+        self.allowed = [collective for collective, may in allowed.items() if may]
 
     def prices(self, collective: CollectiveName, starts: np.ndarray, stop: int) -> np.ndarray:
         """Seconds of the buffers ``[start, stop)`` for each start (int64 [S]) -> float64 [S].
@@ -119,30 +113,22 @@ class GroupPricer:
 
     def cheapest(self, starts: np.ndarray, stop: int) -> np.ndarray:
         """Seconds of the buffers ``[start, stop)`` over the best collective allowed, float64 [S]."""
-        best = self.prices(self._allowed[0], starts, stop)
-        for collective in self._allowed[1:]:
-            best = np.minimum(best, self.prices(collective, starts, stop))
-        return best
+        return reduce(np.minimum, (self.prices(collective, starts, stop) for collective in self.allowed))
 
     def choose(self, start: int, stop: int) -> CollectiveName:
         """The cheapest collective allowed for ``[start, stop)``; the sparse one when they cost the same."""
-        return min(self._allowed, key=lambda collective: self.price(collective, start, stop))
+        return min(self.allowed, key=lambda collective: self.price(collective, start, stop))
 
     def plan(self, stops: Iterable[int]) -> Plan:
         """The plan whose buffers end at ``stops`` (rising places), each with its cheapest collective."""
-        cuts = pairwise([0, *stops])
-        return Plan(tuple(Group(start, stop, self.choose(start, stop)) for start, stop in cuts))
+        return Plan(tuple(Group(*cut, self.choose(*cut)) for cut in pairwise([0, *stops])))
 
 
 def predict_finish(plan: Plan, costs: GroupCosts) -> float:
     """Seconds from the start of backward to the end of the last exchange of ``plan``.
 
-    Args:
-        plan: A plan of the L tensors that ``costs`` describes.
-        costs: The agreed numbers.
-
     Raises:
-        ValueError: If the plan covers another number of tensors.
+        ValueError: If the plan covers another number of tensors than the costs.
     """
     if plan.num_tensors != len(costs.ready):
         raise ValueError(

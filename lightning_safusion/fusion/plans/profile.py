@@ -17,6 +17,7 @@ _FITTED: tuple[CollectiveName, ...] = ("allgather", "allreduce")
 _MOST_LATENCY = 2.0  # fixed cost of a fitted line over the one known before
 _LEAST_LATENCY = 0.1  # of the prior: what a known fixed cost counts for at least
 _LEAST = 0.5  # of what was calibrated, for a collective of which there are no samples
+_FREE = LinearCost(0.0, 0.0)
 # Backward and selection of one element, before anything was measured: BERT-large on a V100.
 _SECONDS_PER_ELEMENT = 3e-10
 
@@ -62,16 +63,10 @@ class AgreedProfile:
         arrivals, local, rows = np.split(vector, [num_tensors, num_tensors + 4])
         if not np.isfinite(arrivals).any():
             raise ValueError("no rank has recorded a gradient: record windows before they are agreed")
-        select_fixed, select_slope, decode_fixed, decode_slope = np.where(np.isfinite(local), -local, 0.0).tolist()
+        select, decode = np.where(np.isfinite(local), -local, 0.0).reshape(2, 2).tolist()
         lines = None if known is None else {"allgather": known.allgather, "allreduce": known.allreduce}
-        allgather, allreduce = fit_exchanges(_agreed_samples(rows.reshape(5, -1)), prior, lines)
-        return cls(
-            tuple((-arrivals).tolist()),
-            LinearCost(select_fixed, select_slope),
-            LinearCost(decode_fixed, decode_slope),
-            allgather,
-            allreduce,
-        )
+        exchanges = fit_exchanges(_agreed_samples(rows.reshape(5, -1)), prior, lines)
+        return cls(tuple((-arrivals).tolist()), LinearCost(*select), LinearCost(*decode), *exchanges)
 
     def to_vector(self) -> np.ndarray:
         """All numbers, float64 [L + 8]."""
@@ -81,8 +76,8 @@ class AgreedProfile:
     @classmethod
     def from_vector(cls, vector: np.ndarray) -> AgreedProfile:
         """Reads what :meth:`to_vector` returned."""
-        *arrivals, sf, sb, df, db, gf, gb, rf, rb = vector.tolist()
-        return cls(tuple(arrivals), LinearCost(sf, sb), LinearCost(df, db), LinearCost(gf, gb), LinearCost(rf, rb))
+        arrivals, lines = np.split(vector, [-8])
+        return cls(tuple(arrivals.tolist()), *(LinearCost(*line) for line in lines.reshape(4, 2).tolist()))
 
 
 def job_costs(
@@ -135,19 +130,17 @@ def job_costs(
 
 
 def _modelled(shape: JobShape, prior: Mapping[str, LinearCost] | None) -> AgreedProfile:
-    """Times without a single measurement: for ``Trainer(deterministic=True)``, and before anything was measured."""
-    none, link = LinearCost(0.0, 0.0), LINKS["10gbit"]
-    modelled = {
-        "allgather": link.allgather(shape.world_size, "doubling"),
-        "allreduce": link.allreduce(shape.world_size, "tree"),
+    link, workers = LINKS["10gbit"], shape.world_size
+    lines = prior or {
+        "allgather": link.allgather(workers, "doubling"),
+        "allreduce": link.allreduce(workers, "tree"),
     }
-    lines = prior or modelled
     arrivals = tuple((_SECONDS_PER_ELEMENT * np.cumsum(shape.numels, dtype=np.float64)).tolist())
-    return AgreedProfile(arrivals, none, none, lines["allgather"], lines["allreduce"])
+    return AgreedProfile(arrivals, _FREE, _FREE, lines["allgather"], lines["allreduce"])
 
 
 def _agreed_samples(rows: np.ndarray) -> dict[CollectiveName, list[tuple[float, float]]]:
-    """``(bytes, seconds)`` of each collective, from the minimum over ranks of the rows of exchanges [5, samples]."""
+    """``(bytes, seconds)`` by collective, from the minimum over ranks of the rows of exchanges [5, samples]."""
     number, minus_number, code, minus_code, seconds = rows
     # A row counts where every rank had the same exchange in it, and at least one had measured it.
     valid = (number == -minus_number) & (code == -minus_code) & (code >= 0) & np.isfinite(seconds)
@@ -158,17 +151,10 @@ def _agreed_samples(rows: np.ndarray) -> dict[CollectiveName, list[tuple[float, 
 
 
 def fit_or_scale(samples: Iterable[tuple[float, float]], shape: LinearCost) -> LinearCost | None:
-    """Fits a line to the medians per size.
+    """Fits a line to the medians per size of ``(bytes or elements, seconds)``; ``None`` without samples.
 
     A plan has a handful of buffers, at worst one: sizes that are too alike to tell the fixed cost from the slope (less
-    than a factor of 2 apart), or from which no rise can be seen, scale a known line instead.
-
-    Args:
-        samples: ``(bytes or elements, seconds)``, finite and not negative.
-        shape: The line to scale.
-
-    Returns:
-        The line, ``None`` without samples.
+    than a factor of 2 apart), or from which no rise can be seen, scale the line ``shape`` instead.
     """
     by_size: dict[float, list[float]] = {}
     for size, seconds in samples:
@@ -203,11 +189,10 @@ def fit_exchanges(
     lines = {name: fit_or_scale(samples[name], shape[name]) for name in _FITTED}
     if known is not None:
         lines = {name: _with_latency_of(known[name], prior[name], line, samples[name]) for name, line in lines.items()}
-    allgather, allreduce = (lines[name] for name in _FITTED)
-    return (
-        allgather or _transferred(prior["allgather"], allreduce, prior["allreduce"]),
-        allreduce or _transferred(prior["allreduce"], allgather, prior["allgather"]),
+    allgather, allreduce = (
+        lines[name] or _transferred(prior[name], lines[other], prior[other]) for name, other in (_FITTED, _FITTED[::-1])
     )
+    return allgather, allreduce
 
 
 def _with_latency_of(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from lightning_safusion.fusion.plans.adaptive import Adaptive
-from lightning_safusion.fusion.plans.espresso import Espresso
-from lightning_safusion.fusion.plans.hipress import HiPress
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
+from lightning_safusion.fusion.plans.per_tensor import Espresso, HiPress
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Cupcake, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.plans.selective import Selective
 from lightning_safusion.fusion.plans.ticking import Horovod

@@ -20,10 +20,9 @@ class CutSearch:
         tensors: Tensors (L), at least 1.
         groups: Largest number of groups, at least 1.
         tolerance: Share of the time that a further cut must save.
-        windows: Windows by which each partition is judged, after a first one that does not count.
+        windows: Windows by which each partition is judged, after a first one that does not count; an attribute too.
 
     Attributes:
-        windows: The same.
         stops: The partition to measure, or the best one found: the stop of each group, rising, the last one L.
         over: Whether it is the best one found.
         measured: Mean seconds of the partitions tried so far, the same on all ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,17 +15,11 @@ from lightning_safusion.fusion.plans.pricing import GroupPricer
 
 
 class SelectiveChoice(NamedTuple):
-    """What SSFusion decides for one buffer.
+    """What SSFusion decides for one buffer."""
 
-    Args:
-        upto: Tensors of up to this many elements are dense.
-        dense: Whether each tensor is dense [m].
-        density: Density of the others.
-    """
-
-    upto: int
-    dense: tuple[bool, ...]
-    density: float
+    upto: int  #: tensors of up to this many elements are dense
+    dense: tuple[bool, ...]  #: whether each tensor is dense [m]
+    density: float  #: of the others
 
 
 def choose_selective(
@@ -42,15 +37,14 @@ def choose_selective(
         density: Density of the buffer.
         seconds: Predicted time of the buffer with a choice.
     """
-    total = sum(numels)
-    cap = size_cap(numels, density)
-    choices = []
-    for size in [0, *sorted({n for n in numels if 0 < n <= cap})]:
-        dense = tuple(n <= size for n in numels)
+    total, cap = sum(numels), size_cap(numels, density)
+
+    def choice(size: int) -> SelectiveChoice:
         held = sum(n for n in numels if n <= size)
         left = max(0.0, (density * total - held) / (total - held)) if held < total else 0.0
-        choices.append(SelectiveChoice(size, dense, min(density, left)))
-    return min(choices, key=seconds)
+        return SelectiveChoice(size, tuple(n <= size for n in numels), min(density, left))
+
+    return min(map(choice, [0, *sorted({n for n in numels if 0 < n <= cap})]), key=seconds)
 
 
 def size_cap(numels: Sequence[int], density: float) -> int:
@@ -69,16 +63,15 @@ def choose_offloaded(
     gpu_seconds: Sequence[float],
     cpu_seconds: Sequence[float],
 ) -> list[bool]:
-    """SSFusion's offloading within a buffer: an idle CPU takes the next tensor, and never delays the buffer.
+    """SSFusion's offloading within a buffer: whether each tensor is selected on the CPU [m].
+
+    An idle CPU takes the next tensor, and never delays the buffer.
 
     Args:
         ready: Seconds at which each gradient would be ready without any selection, from the start of the buffer [m].
         sparse: Whether each tensor is sparsified [m].
         gpu_seconds: Selection on the compute stream [m]; it delays all later gradients.
         cpu_seconds: Selection on the CPU, copies included [m].
-
-    Returns:
-        Whether each tensor is selected on the CPU [m].
     """
     offloaded = [False] * len(ready)
     spent = cpu_free = 0.0
@@ -122,8 +115,7 @@ def selective_counts(sizes: np.ndarray, counts: np.ndarray, dense_upto: int) -> 
 
 
 def _shares(total: int, weights: np.ndarray) -> np.ndarray:
-    """int64: ``total`` (no more than the sum of the weights) in proportion to them, rounded to the largest remainders;
-    none above its weight."""
+    """int64: ``total``, at most the sum of the weights, in proportion to them, none above its own."""
     divisor = max(1, int(weights.sum()))
     products = [total * int(weight) for weight in weights]  # Python integers: they may have more than 64 bits
     shares = np.array([product // divisor for product in products], np.int64)
@@ -164,21 +156,15 @@ class Selective(PlannedOnce):
     def plan(self, costs: GroupCosts) -> Plan:
         total = len(costs.numels)
         size = max(1, total // self.buffers)
-        pricer = GroupPricer(costs)
-        groups = []
-        for start in range(0, total, size):
-            stop = min(start + size, total)
-            collective = pricer.choose(start, stop)
-            upto = _dense_upto(costs, start, stop) if collective == "allgather" else 0
-            groups.append(Group(start, stop, collective, upto))
-        return Plan(tuple(groups))
+        plan = GroupPricer(costs).plan([*range(size, total, size), total] if total else [])
+        return Plan(tuple(replace(group, dense_upto=_dense_upto(costs, group)) for group in plan.groups))
 
 
-def _dense_upto(costs: GroupCosts, start: int, stop: int) -> int:
-    """Size up to which the tensors of a buffer are dense."""
+def _dense_upto(costs: GroupCosts, group: Group) -> int:
+    start, stop = group.start, group.stop
     sizes, counts = np.array(costs.numels[start:stop]), np.array(costs.quotas[start:stop])
     sparse = counts < sizes
-    if not sparse.any():
+    if group.collective == "allreduce" or not sparse.any():
         return 0
     budget = int(counts[sparse].sum())
     per_entry = sum(np.array(costs.sparse_bytes[start:stop])[sparse].tolist()) / budget

@@ -11,7 +11,7 @@ from lightning_safusion.fusion.plans.pricing import GroupPricer
 
 
 def fuse_ready(nbytes: Sequence[float], start: int, stop: int, threshold: float) -> list[tuple[int, int]]:
-    """Horovod: the tensors that are ready at a tick share buffers, front to back, as far as they fit.
+    """Horovod: ``(start, stop)`` of the buffers that tensors ready at a tick share, front to back, as far as they fit.
 
     Horovod's look past a tensor that does not fit never applies where all tensors are of one kind, as here: its buffers
     are then ranges.
@@ -21,9 +21,6 @@ def fuse_ready(nbytes: Sequence[float], start: int, stop: int, threshold: float)
         start: Place of the first tensor that is ready.
         stop: Place after the last.
         threshold: Bytes of a buffer; a larger tensor has a buffer of its own, 0 fuses nothing.
-
-    Returns:
-        ``(start, stop)`` of each buffer.
     """
     ranges: list[tuple[int, int]] = []
     held = 0.0
@@ -73,16 +70,10 @@ class Horovod(FusionPolicy):
         return Plan(tuple(self.fuse(costs, 0, len(costs.numels))))
 
     def fuse(self, costs: GroupCosts, start: int, stop: int) -> list[Group]:
-        """The buffers of tensors that a tick has found ready on all workers. Pure.
-
-        Args:
-            costs: Agreed numbers.
-            start: Place of the first of them.
-            stop: Place after the last.
-        """
+        """The buffers of the tensors ``[start, stop)``, which a tick has found ready on all workers. Pure."""
         nbytes: Sequence[float] = costs.dense_bytes
         if costs.sparse_allowed:
             nbytes = [costs.world_size * each for each in costs.sparse_bytes]
         pricer = GroupPricer(costs)
         ranges = fuse_ready(nbytes, start, stop, self.threshold_bytes)
-        return [Group(begin, end, pricer.choose(begin, end)) for begin, end in ranges]
+        return [Group(*places, pricer.choose(*places)) for places in ranges]

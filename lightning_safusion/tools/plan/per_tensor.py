@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.fusion.plans.espresso import Option, Trial, choose_options
-from lightning_safusion.fusion.plans.hipress import HiPress, compresses
+from lightning_safusion.fusion.plans.per_tensor import HiPress, Iteration, Option, choose_options, compresses
 from lightning_safusion.fusion.plans.selective import SelectiveChoice, choose_offloaded, choose_selective
 from lightning_safusion.tools.plan.engine import simulate
 from lightning_safusion.tools.plan.job import Job, line
@@ -91,9 +90,9 @@ def _in_parts(job: Job, place: int) -> list[Message]:
 def espresso(job: Job) -> Schedule:
     """Precision, compression and device of each tensor, by trial on the clock itself; no merging."""
 
-    def trial(options: Sequence[Option]) -> Trial:
+    def trial(options: Sequence[Option]) -> Iteration:
         result = simulate(job.trace, job.cluster, _with_options(job, options))
-        return Trial(result.seconds, result.first_busy)
+        return Iteration(result.seconds, result.first_busy)
 
     return _with_options(job, choose_options(job.trace.numels, trial))
 

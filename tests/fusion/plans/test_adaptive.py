@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 
 import numpy as np
 import pytest
@@ -14,8 +13,9 @@ from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.plans.pricing import Bounds, GroupPricer, predict_finish
-from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.replan import predicted_gain
+from tests.fusion.jobs import counts
+from tests.fusion.plans.test_plan_properties import all_stops
 
 
 def model(fixed: float = 3e-4, per_byte: float = 6e-8) -> GroupCosts:
@@ -45,35 +45,22 @@ def noisy(costs: GroupCosts, rng: np.random.Generator, noise: float) -> GroupCos
     )
 
 
-def test_schedule_is_dense_in_the_warm_up_and_sparse_afterwards() -> None:
-    schedule = ReplanSchedule(Cadence(warmup_windows=20, warmup_every=5, every=50))
-    due = [window for window in range(1, 181) if schedule.advance()]
-    assert due == [5, 10, 15, 20, 70, 120, 170]
-
-
-def test_threshold_rises_after_the_warm_up() -> None:
-    schedule = ReplanSchedule(Cadence(warmup_windows=10))
-    thresholds = {}
-    for window in range(1, 13):
-        schedule.advance()
-        thresholds[window] = schedule.threshold
-    assert thresholds[10] == 0.01
-    assert thresholds[11] == 0.03
-
-
-def test_frozen_schedule() -> None:
-    schedule = ReplanSchedule(Cadence(warmup_windows=20, warmup_every=5, freeze_after=12))
-    assert [window for window in range(1, 200) if schedule.advance()] == [5, 10]
-    assert not any(ReplanSchedule(Cadence(freeze_after=0)).advance() for _ in range(100))
-
-
-def test_schedule_resumes_where_it_was_interrupted() -> None:
-    whole, first = ReplanSchedule(), ReplanSchedule()
-    expected = [whole.advance() for _ in range(200)]
-    done = [first.advance() for _ in range(73)]
-    second = ReplanSchedule()
-    second.load_state_dict(first.state_dict())
-    assert done + [second.advance() for _ in range(127)] == expected
+@pytest.mark.parametrize(
+    ("cadence", "due"),
+    [
+        (Cadence(warmup_windows=20, warmup_every=5, every=50), [5, 10, 15, 20, 70, 120, 170]),
+        (Cadence(warmup_windows=10, warmup_every=5, every=20, freeze_after=60), [5, 10, 30, 50]),
+        (Cadence(warmup_windows=20, warmup_every=5, freeze_after=12), [5, 10]),
+        (Cadence(freeze_after=0), []),
+        (Cadence.once(5), [5]),
+    ],
+)
+def test_plans_are_reviewed_often_in_the_warm_up_and_rarely_afterwards(cadence: Cadence, due: list[int]) -> None:
+    schedule = ReplanSchedule(cadence)
+    for window in range(1, 181):
+        assert schedule.due_within(3) == bool({window, window + 1, window + 2} & {*due})
+        assert schedule.advance() == (window in due)
+        assert schedule.threshold == (0.01 if window <= cadence.warmup_windows else 0.03)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +90,6 @@ def test_options_of_a_cadence_are_taken_one_by_one_for_one_more_release() -> Non
         Adaptive(evry=3)  # type: ignore[call-arg]  # the mistake
 
 
-def test_bad_policy_options_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'greedy'.*'optimal', 'paper'"):
-        Adaptive(rule="greedy")  # type: ignore[arg-type]  # what is refused
-    for share in (0.0, -0.5, 1.5):
-        with pytest.raises(ValueError, match=f"got {share}"):
-            Adaptive(max_last_share=share)
-
-
 def test_policy_plans_by_its_rule() -> None:
     costs = model()
     assert Adaptive().plan(costs) == plan_optimal(costs)
@@ -118,13 +97,12 @@ def test_policy_plans_by_its_rule() -> None:
     assert Adaptive(rule="paper").plan(costs) == plan_greedy(costs)
 
 
-def test_policy_hands_its_cadence_to_each_schedule() -> None:
-    policy = Adaptive(cadence=Cadence(warmup_windows=4, warmup_every=2, every=3, threshold=0.2))
-    schedule = policy.schedule()
-    assert [window for window in range(1, 12) if schedule.advance()] == [2, 4, 7, 10]
-    assert schedule.threshold == 0.2
-    assert policy.schedule().windows == 0  # each run counts for itself
-    assert resolve_fusion("adaptive").schedule() is not None
+def test_each_run_has_a_schedule_of_its_own() -> None:
+    policy = Adaptive(cadence=Cadence(every=3))
+    first, second = policy.schedule(), policy.schedule()
+    assert first.cadence is second.cadence is policy.cadence
+    first.advance()
+    assert second.windows == 0
 
 
 def test_predicted_gain_is_the_share_of_the_finish_that_is_saved() -> None:
@@ -195,8 +173,7 @@ def test_the_exact_programme_is_the_best_within_bounds() -> None:
         held = sizes(plan, costs)
         return all(60 <= size <= 110 for size in held[:-1]) and held[-1] <= 110
 
-    pricer = GroupPricer(costs)
-    plans = [pricer.plan([*cuts, 7]) for count in range(7) for cuts in combinations(range(1, 7), count)]
+    plans = map(GroupPricer(costs).plan, all_stops(7))
     best = min(predict_finish(plan, costs) for plan in plans if keeps(plan))
     plan = plan_optimal(costs, max_last_share=1.0, bounds=bounds)
     assert keeps(plan)
@@ -204,22 +181,19 @@ def test_the_exact_programme_is_the_best_within_bounds() -> None:
     assert not keeps(plan_optimal(costs, max_last_share=1.0))
 
 
-def test_bounds_that_cannot_hold_are_refused() -> None:
-    for bounds, text in (
-        (Bounds(-1), "min_elements.*-1"),
-        (Bounds(5, 4), "min_elements=5.*got 4"),
-        (Bounds(0, 0), "0"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            Tuned(Aligned(), bounds=bounds)
+@pytest.mark.parametrize(
+    ("bounds", "text"), [(Bounds(-1), "min_elements.*-1"), (Bounds(5, 4), "min_elements=5.*got 4"), (Bounds(0, 0), "0")]
+)
+def test_bounds_that_cannot_hold_are_refused(bounds: Bounds, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Tuned(Aligned(), bounds=bounds)
 
 
 def test_aligned_finds_the_best_number_of_tensors() -> None:
     costs = model()
     best = min(predict_finish(Aligned(size).plan(costs), costs) for size in range(1, 61))
     plan = Aligned(1).resized(costs)
-    counts = {group.stop - group.start for group in plan.groups[:-1]}
-    assert len(counts) == 1  # a fixed number
+    assert len({*counts(plan)[:-1]}) == 1  # a fixed number
     assert predict_finish(plan, costs) == pytest.approx(best, rel=0.01)
     assert Aligned(60).resized(costs) == plan  # whatever it was made with
 

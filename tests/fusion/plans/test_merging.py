@@ -20,9 +20,9 @@ from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
 from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.fusion.plans.policy import Cupcake
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.fusion.plans.searching import CutSearch
+from tests.fusion.jobs import counts
 
 # The counter-example to greedy merging: each merge delays the start by less than a message costs, but delays add up.
 ACCUMULATING = GroupCosts(
@@ -37,10 +37,6 @@ ACCUMULATING = GroupCosts(
 )
 
 
-def counts(plan: Plan) -> list[int]:
-    return [group.stop - group.start for group in plan.groups]
-
-
 def test_mgwfbp_chains_merges_whose_delays_accumulate() -> None:
     greedy, optimum = MGWFBP().plan(ACCUMULATING), plan_optimal(ACCUMULATING, max_last_share=1.0)
     assert counts(greedy) == [3]
@@ -53,10 +49,6 @@ def test_mgwfbp_released_merges_small_groups_whatever_they_cost() -> None:
     lonely = replace(ACCUMULATING, ready=(0.0, 100.0, 200.0))
     assert counts(MGWFBP().plan(lonely)) == [1, 1, 1]
     assert counts(MGWFBP(min_elements=6).plan(lonely)) == [2, 1]
-
-
-def test_mgwfbp_is_dense_where_only_dense_is_allowed() -> None:
-    assert {group.collective for group in MGWFBP().plan(ACCUMULATING).groups} == {"allreduce"}
 
 
 def test_mgwfbp_misses_the_optimum_sometimes() -> None:
@@ -143,9 +135,3 @@ def test_cut_search_adds_cuts_as_long_as_they_pay() -> None:
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] >= min(predict_behind(plan, costs) for plan in all_plans(9)) - 1e-12
     assert searched(measure, 9, 9, tolerance=1.0) == [9]
-
-
-def test_cupcake_without_times_has_groups_of_equally_many_tensors() -> None:
-    rng = np.random.default_rng(0)
-    assert counts(Cupcake(3).plan(random_behind(rng, 10))) == [3, 3, 4]
-    assert counts(Cupcake(5).plan(random_behind(rng, 2))) == [1, 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from lightning_safusion.fusion.plans.plan import Group, Plan
@@ -37,15 +39,25 @@ def test_from_stops() -> None:
     assert plan.num_tensors == 6
 
 
-def test_empty_plan() -> None:
-    assert Plan(()).num_tensors == 0
-
-
-def test_plans_are_values() -> None:
-    first, second = Plan.from_stops([2, 5]), Plan.from_stops([2, 5])
-    assert first == second
-    assert hash(first) == hash(second)
-    assert first.digest == second.digest
+@pytest.mark.parametrize(
+    ("plan", "rows"),
+    [
+        (Plan(()), []),
+        (Plan((Group(0, 3), Group(3, 5))), [[3, "allgather"], [2, "allgather"]]),
+        (Plan((Group(0, 3, "allgather", 64), Group(3, 5))), [[3, "allgather", 64], [2, "allgather"]]),
+        (
+            Plan((Group(0, 2, "allgather", 7), Group(2, 3, "allreduce", 0, True))),
+            [[2, "allgather", 7], [1, "allreduce", 0, 1]],
+        ),
+    ],
+)
+def test_a_checkpoint_gives_the_plan_back(plan: Plan, rows: list[list[object]]) -> None:
+    assert plan.to_list() == rows
+    again = Plan.from_list(json.loads(json.dumps(rows)))
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.digest == plan.digest
+    assert again.num_tensors == sum(row[0] for row in rows)  # type: ignore[misc]  # tensors of a group
 
 
 def test_digest_tells_plans_apart() -> None:
@@ -57,6 +69,9 @@ def test_digest_tells_plans_apart() -> None:
         Plan.from_stops([1, 2, 12]),
         Plan.from_stops([1, 12], "allreduce"),
         Plan((Group(0, 1, "allreduce"), Group(1, 12))),
+        Plan((Group(0, 1, "allreduce", half=True), Group(1, 12))),
+        Plan((Group(0, 1), Group(1, 12, dense_upto=64))),
+        Plan((Group(0, 1), Group(1, 12, dense_upto=65))),
     ]
     assert len({plan.digest for plan in plans}) == len(plans)
     # Compared as an int64 tensor across ranks.

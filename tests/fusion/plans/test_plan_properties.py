@@ -19,9 +19,9 @@ from lab.planner_loss import best_behind, best_dense, plan_pareto, predict_behin
 from lightning_safusion.fusion.plans.adaptive import plan_greedy, plan_optimal
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
-from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.pricing import predict_finish
+from tests.fusion.jobs import stops_of
 from tests.fusion.plans.test_policies import POLICIES, costs_of
 
 
@@ -86,10 +86,6 @@ def last_share_fits(stops: list[int], costs: GroupCosts, share: float) -> bool:
     return sum(costs.numels[start:]) <= max(share * sum(costs.numels), floor)
 
 
-def stops_of(plan: Plan) -> list[int]:
-    return [group.stop for group in plan.groups]
-
-
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 @given(costs=models())
 def test_a_plan_covers_every_tensor_once_in_order_and_is_pure(policy: FusionPolicy, costs: GroupCosts) -> None:
@@ -98,9 +94,8 @@ def test_a_plan_covers_every_tensor_once_in_order_and_is_pure(policy: FusionPoli
     assert covered == list(range(len(costs.numels)))
     again = policy.plan(replace(costs))
     assert (again, again.digest) == (plan, plan.digest)
-    if costs.numels:
-        best = predict_finish(plan_optimal(costs, max_last_share=1.0), costs)
-        assert best <= predict_finish(plan, costs) * (1 + 1e-12)
+    best = predict_finish(plan_optimal(costs, max_last_share=1.0), costs)
+    assert best <= predict_finish(plan, costs) * (1 + 1e-12)
 
 
 @settings(max_examples=40)

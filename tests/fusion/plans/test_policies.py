@@ -7,20 +7,22 @@ import inspect
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import lightning_safusion
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.costs import GroupCosts, JobShape
-from lightning_safusion.fusion.plans.espresso import Espresso
-from lightning_safusion.fusion.plans.hipress import HiPress
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
+from lightning_safusion.fusion.plans.per_tensor import Espresso, HiPress
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Cupcake, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.plans.profile import job_costs
 from lightning_safusion.fusion.plans.registry import resolve_fusion
+from lightning_safusion.fusion.plans.selective import Selective
 from lightning_safusion.fusion.plans.ticking import Horovod
+from tests.fusion.jobs import counts
 
 POLICIES: list[FusionPolicy] = [
     WFBP(),
@@ -46,10 +48,6 @@ def costs_of(numels: list[int], density: float = 0.01, world_size: int = 4) -> G
     quotas = tuple(min(n, max(1, int(density * n))) for n in numels)
     shape = JobShape(tuple(numels), (4,) * len(numels), quotas, world_size, 8.0)
     return job_costs(shape, "auto", profile=None, prior=None)
-
-
-def counts(plan: Plan) -> list[int]:
-    return [group.stop - group.start for group in plan.groups]
 
 
 def digests_by_name() -> dict[str, int]:
@@ -84,51 +82,36 @@ from lightning_safusion.fusion.plans.profile import job_costs
     assert len(set(digests_by_name().values())) == 3
 
 
-def test_wfbp_and_single() -> None:
-    costs = costs_of([5, 6, 7])
-    assert counts(WFBP().plan(costs)) == [1, 1, 1]
-    assert counts(Single().plan(costs)) == [3]
-
-
-def test_aligned_counts_tensors() -> None:
-    assert counts(Aligned(3).plan(costs_of([1] * 8))) == [3, 3, 2]
-    assert counts(Aligned(8).plan(costs_of([1] * 8))) == [8]
-    assert counts(Aligned(1).plan(costs_of([1] * 3))) == [1, 1, 1]
-
-
-def test_aligned_bound_closes_early_and_gives_a_large_tensor_a_buffer_of_its_own() -> None:
-    costs = costs_of([4, 4, 4, 100, 1, 1, 0, 10, 0])
-    assert counts(Aligned(4, max_elements=10).plan(costs)) == [2, 1, 1, 3, 2]
-
-
-def test_aligned_depends_on_counts_only() -> None:
-    assert counts(Aligned(4).plan(costs_of([1] * 10))) == counts(Aligned(4).plan(costs_of([10**6] * 10)))
-
-
-def test_each_buffer_gets_the_collective_that_is_cheaper_for_it() -> None:
-    # At 20 % density the all-gather moves more than the all-reduce from 5 workers on, at 0.1 % never here.
-    dense = Aligned(2).plan(costs_of([10**7] * 4, density=0.2, world_size=32))
-    sparse = Aligned(2).plan(costs_of([10**7] * 4, density=0.001, world_size=32))
-    assert {group.collective for group in dense.groups} == {"allreduce"}
-    assert {group.collective for group in sparse.groups} == {"allgather"}
+@pytest.mark.parametrize(
+    ("policy", "numels", "tensors"),
+    [
+        (WFBP(), [5, 6, 7], [1, 1, 1]),
+        (Single(), [5, 6, 7], [3]),
+        (Naive(), [3, 4], [2]),
+        (Aligned(3), [1] * 8, [3, 3, 2]),
+        (Aligned(3), [10**6] * 8, [3, 3, 2]),
+        (Aligned(8), [1] * 8, [8]),
+        # a bound closes early, and gives a large tensor a buffer of its own
+        (Aligned(4, max_elements=10), [4, 4, 4, 100, 1, 1, 0, 10, 0], [2, 1, 1, 3, 2]),
+        (Cupcake(3), [1] * 10, [3, 3, 4]),
+        (Cupcake(5), [1] * 2, [1, 1]),
+    ],
+    ids=repr,
+)
+def test_tensors_of_each_buffer(policy: FusionPolicy, numels: list[int], tensors: list[int]) -> None:
+    assert counts(policy.plan(costs_of(numels))) == tensors
 
 
 def test_only_the_naive_system_streams_and_others_measure() -> None:
     assert [policy.name for policy in POLICIES if policy.streams] == ["naive"]
     without = {policy.name for policy in POLICIES if not policy.needs_costs}
     assert without == {"wfbp", "single", "naive", "aligned", "horovod"}
-    assert Naive(128).buffer_elements == 128
-    assert counts(Naive().plan(costs_of([3, 4]))) == [2]
 
 
-@pytest.mark.parametrize(
-    ("spec", "kind"),
-    [("wfbp", WFBP), ("aligned", Aligned), ("behind", Aligned), ("adaptive", Adaptive), ("naive", Naive)]
-    + [("single", Single), ("mgwfbp", MGWFBP), ("omgs", OMGS), ("cupcake", Cupcake), ("horovod", Horovod)]
-    + [("hipress", HiPress), ("espresso", Espresso)],
-)
-def test_names_resolve(spec: str, kind: type[FusionPolicy]) -> None:
-    assert type(resolve_fusion(spec)) is kind
+def test_names_resolve() -> None:
+    named = [WFBP, Aligned, Adaptive, Naive, Single, MGWFBP, OMGS, Cupcake, Horovod, HiPress, Espresso, Selective]
+    assert {type(resolve_fusion(kind.name)) for kind in named} == {*named}
+    assert type(resolve_fusion("behind")) is Aligned
 
 
 def test_a_policy_resolves_to_itself() -> None:
@@ -152,15 +135,22 @@ def test_unknown_names_and_types_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "message"),
     [
-        (Aligned, {"tensors_per_buffer": 0}),
-        (Aligned, {"max_elements": 0}),
-        (Naive, {"buffer_elements": 0}),
+        (Adaptive, {"rule": "greedy"}, "'greedy'.*'optimal', 'paper'"),
+        (Adaptive, {"max_last_share": 0.0}, "max_last_share is .* got 0.0"),
+        (Adaptive, {"max_last_share": 1.5}, "max_last_share is .* got 1.5"),
+        (Aligned, {"tensors_per_buffer": 0}, "tensors_per_buffer must be .* got 0"),
+        (Aligned, {"max_elements": 0}, "max_elements must be .* got 0"),
+        (Naive, {"buffer_elements": 0}, "buffer_elements must be .* got 0"),
+        (Selective, {"buffers": 0}, "buffers must be 1 or more, got 0"),
+        (HiPress, {"bulk_bytes": -1}, "bulk_bytes must .* got -1"),
+        (HiPress, {"windows": 2}, "windows must be 3 or more, .* got 2"),
+        (Espresso, {"fabric": "tin"}, "unknown fabric 'tin'"),
     ],
 )
-def test_bad_options_are_refused_by_value(kind: type[FusionPolicy], options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))} must be .* got 0"):
+def test_bad_options_are_refused_by_value(kind: type[FusionPolicy], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         kind(**options)
 
 

@@ -1,10 +1,13 @@
-"""Espresso (EuroSys 2023): precision or compression of each tensor, by simulated iterations."""
+"""Policies that decide for each tensor: HiPress (SOSP 2021) by a cost model, Espresso (EuroSys 2023) by simulation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
+import numpy as np
+
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
 from lightning_safusion.fusion.plans.policy import PROFILED_WINDOWS, PlannedOnce
@@ -19,29 +22,117 @@ _HALF_ABOVE = 2**17
 # Elements below which it may select from a tensor on the CPU.
 _CPU_BELOW = 32 * 2**20
 
+T = TypeVar("T", float, np.ndarray)
+
 Option = Literal["full", "half", "sparse", "sparse-cpu"]
 
 
-class Trial(NamedTuple):
-    """A simulated iteration with a choice of options.
+def compresses(
+    numel: int, world_size: int, ratio: float, server: LinearCost, encode: LinearCost, decode: LinearCost
+) -> bool:
+    """Whether HiPress's selective compression and partitioning (SeCoPa) compresses a gradient: its own cost model.
+
+    Raw and compressed are compared in 1 to n parts each, with parameter servers beside the workers. Merging of values
+    is free in this model.
 
     Args:
-        seconds: Time of the iteration.
-        last_idle: Place of the first tensor after the last moment at which the link waited for a gradient.
+        numel: Elements of the gradient.
+        world_size: Workers (n).
+        ratio: Compressed size over raw size.
+        server: All workers to a server, or a server to all workers, by elements.
+        encode: Compression, by elements.
+        decode: Decompression, by compressed elements.
+    """
+    raw, compressed = [], []
+    for parts in range(1, world_size + 1):
+        part = numel / parts
+        encodes, decodes = min(parts + 1, world_size), min(world_size - 1 + parts, 2 * (world_size - 1))
+        raw.append(2 * server(part))
+        compressed.append(2 * server(ratio * part) + encodes * encode(part) + decodes * decode(ratio * part))
+    return min(compressed) < min(raw)
+
+
+def _gather(costs: GroupCosts, nbytes: T) -> T:
+    """Seconds of sparse exchanges and of decoding them, by the bytes of one rank's message."""
+    return costs.sparse[0] + costs.decode[0] + (costs.sparse[1] + costs.decode[1]) * nbytes
+
+
+def choose_compressed(costs: GroupCosts) -> list[bool]:
+    """Whether HiPress compresses each tensor [L], for exchanges that are one collective each.
+
+    SeCoPa compares ``alpha * send + beta * encode + gamma * decode`` of the synchronisation strategy at hand, with and
+    without compression. Here raw gradients take an all-reduce, compressed ones an all-gather, after one selection; all
+    messages are decoded at once. A tensor that may send all of its elements is not compressed.
+    """
+    compressed = _gather(costs, np.array(costs.sparse_bytes)) + costs.selection(np.array(costs.numels))
+    raw = costs.dense[0] + costs.dense[1] * np.array(costs.dense_bytes)
+    pays = (compressed < raw).tolist()
+    return [
+        costs.sparse_allowed and not sends_all and (faster or not costs.dense_allowed)
+        for faster, sends_all in zip(pays, costs.sends_all, strict=True)
+    ]
+
+
+class HiPress(PlannedOnce):
+    """HiPress (SOSP 2021): each gradient is compressed if that makes its exchange faster; small raw ones are batched.
+
+    For selection from each tensor (``scope="tensor"``) and both collectives (``collective="auto"``). Differences from
+    the paper, and their reasons:
+
+    - Gradients are exchanged by collectives and not by CaSync's task graph of rings or servers: these are what the cost
+      model compares (``choose_compressed``), with measured times in place of a table.
+    - A compressed gradient is one message. CaSync splits it to encode one part while the part before is sent; here
+      other gradients are selected from meanwhile. (The simulator's ``hipress`` has both, CaSync's costs and parts.)
+    - Batches hold neighbours only: buffers are ranges of the ready order.
+
+    Args:
+        bulk_bytes: Raw neighbours share a buffer until it holds so many bytes ("bulk synchronisation").
+        windows: Windows that are measured before.
+
+    Raises:
+        ValueError: If a number is out of range.
     """
 
+    name = "hipress"
+
+    def __init__(self, bulk_bytes: int = 4 * 2**20, windows: int = PROFILED_WINDOWS) -> None:
+        super().__init__(windows)
+        if bulk_bytes < 0:
+            raise ValueError(f"bulk_bytes must not be negative, got {bulk_bytes}")
+        self.bulk_bytes = bulk_bytes
+
+    def plan(self, costs: GroupCosts) -> Plan:
+        groups: list[Group] = []
+        held = float("inf")  # bytes of the open batch; no batch is open
+        raw: CollectiveName = "allreduce" if costs.dense_allowed else "allgather"
+        for place, compressed in enumerate(choose_compressed(costs)):
+            if compressed:
+                groups.append(Group(place, place + 1, "allgather"))
+                held = float("inf")
+            elif held < self.bulk_bytes:
+                groups[-1] = Group(groups[-1].start, place + 1, raw)
+                held += costs.dense_bytes[place]
+            else:
+                groups.append(Group(place, place + 1, raw))
+                held = costs.dense_bytes[place]
+        return Plan(tuple(groups))
+
+
+class Iteration(NamedTuple):
+    """A simulated iteration with a choice of options."""
+
     seconds: float
-    last_idle: int
+    last_idle: int  #: place of the first tensor after the last moment at which the link waited for a gradient
 
 
 def choose_options(
     numels: Sequence[int],
-    simulate: Callable[[Sequence[Option]], Trial],
+    simulate: Callable[[Sequence[Option]], Iteration],
     fabric: Fabric = "nvlink",
     cpu: bool = True,
     compress: Sequence[bool] | None = None,
 ) -> list[Option]:
-    """Espresso's decisions (EuroSys 2023): precision, compression and device of each gradient.
+    """Espresso's decisions (EuroSys 2023): precision, compression and device of each gradient [L].
 
     1. Tensors before the last moment at which the link idles cannot shorten the iteration: they keep full precision,
        or half precision after step 2.
@@ -58,9 +149,6 @@ def choose_options(
         fabric: Connection inside a node; decides from which size compression is tried.
         cpu: Whether tensors may be selected on the CPU.
         compress: Whether each tensor may be compressed at all [L]; by default all may.
-
-    Returns:
-        The option of each tensor [L].
     """
     options: list[Option] = ["full"] * len(numels)
     first = simulate(options).last_idle
@@ -73,16 +161,16 @@ def choose_options(
     ]
     for place in sorted(candidates, key=lambda i: (-numels[i], -i)):
         tried = [*options[:place], "sparse", *options[place + 1 :]]
-        trial = simulate(tried)
-        if trial.seconds < best.seconds:
-            options, best = tried, trial
+        result = simulate(tried)
+        if result.seconds < best.seconds:
+            options, best = tried, result
     return _offload(numels, options, best.seconds, simulate) if cpu else options
 
 
 def _offload(
-    numels: Sequence[int], options: list[Option], seconds: float, simulate: Callable[[Sequence[Option]], Trial]
+    numels: Sequence[int], options: list[Option], seconds: float, simulate: Callable[[Sequence[Option]], Iteration]
 ) -> list[Option]:
-    """Moves compressed tensors to the CPU, size by size, the earliest ready ones first."""
+    """The earliest ready ones of each size first."""
     sizes = {n for n, option in zip(numels, options, strict=True) if option == "sparse" and n < _CPU_BELOW}
     for size in sorted(sizes, reverse=True):
         tried = list(options)
@@ -90,13 +178,13 @@ def _offload(
             if numel != size or options[place] != "sparse":
                 continue
             tried[place] = "sparse-cpu"
-            trial = simulate(tried)
-            if trial.seconds < seconds:
-                seconds, options = trial.seconds, list(tried)
+            result = simulate(tried)
+            if result.seconds < seconds:
+                seconds, options = result.seconds, list(tried)
     return options
 
 
-def predict_options(costs: GroupCosts, options: Sequence[Option]) -> Trial:
+def predict_options(costs: GroupCosts, options: Sequence[Option]) -> Iteration:
     """Espresso's simulated iteration: every tensor alone, with one option each; from the start of backward.
 
     Compression runs on the stream of the backward pass and delays all later gradients; exchanges take the link first
@@ -112,8 +200,7 @@ def predict_options(costs: GroupCosts, options: Sequence[Option]) -> Trial:
     for place, option in enumerate(options):
         if option == "sparse":
             spent += float(encode(costs.numels[place]))
-            nbytes = costs.sparse_bytes[place]
-            seconds = costs.sparse[0] + costs.decode[0] + (costs.sparse[1] + costs.decode[1]) * nbytes
+            seconds = _gather(costs, costs.sparse_bytes[place])
         else:
             share = 0.5 if option == "half" else 1.0
             seconds = costs.dense[0] + costs.dense[1] * share * costs.dense_bytes[place]
@@ -121,7 +208,7 @@ def predict_options(costs: GroupCosts, options: Sequence[Option]) -> Trial:
         if ready > free:
             first_busy = place
         free = max(free, ready) + seconds
-    return Trial(max(free, spent + costs.arrivals[-1]) if options else 0.0, first_busy)
+    return Iteration(max(free, spent + costs.arrivals[-1]) if options else 0.0, first_busy)
 
 
 class Espresso(PlannedOnce):
@@ -155,7 +242,7 @@ class Espresso(PlannedOnce):
         self.fabric: Fabric = fabric
 
     def options(self, costs: GroupCosts) -> list[Option]:
-        """The option of each tensor [L]. Pure."""
+        """The option of each tensor [L]; pure."""
         if not costs.dense_allowed:
             return ["sparse"] * len(costs.numels)
         sparse = [costs.sparse_allowed and not sends_all for sends_all in costs.sends_all]
@@ -164,8 +251,6 @@ class Espresso(PlannedOnce):
         )
 
     def plan(self, costs: GroupCosts) -> Plan:
-        groups = []
-        for place, option in enumerate(self.options(costs)):
-            collective: CollectiveName = "allgather" if option == "sparse" else "allreduce"
-            groups.append(Group(place, place + 1, collective, half=option == "half"))
-        return Plan(tuple(groups))
+        kinds: dict[Option, CollectiveName] = {"full": "allreduce", "half": "allreduce", "sparse": "allgather"}
+        options = enumerate(self.options(costs))
+        return Plan(tuple(Group(i, i + 1, kinds[option], half=option == "half") for i, option in options))
