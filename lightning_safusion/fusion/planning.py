@@ -23,16 +23,7 @@ from lightning_safusion.fusion.plans.profile import AgreedProfile, job_costs
 from lightning_safusion.fusion.plans.searching import CutSearch
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder, WindowSpans
-from lightning_safusion.fusion.replan import (
-    Action,
-    BrokenPromise,
-    Decision,
-    Handover,
-    Promises,
-    Review,
-    Trial,
-    predicted_gain,
-)
+from lightning_safusion.fusion.replan import Action, Decision, Review, Trial, Trials, predicted_gain
 from lightning_safusion.literal import plural
 
 _DECISIONS = 512  # latest ones that are kept
@@ -83,18 +74,16 @@ class Planner:
         self.decisions: deque[Decision] = deque(maxlen=_DECISIONS)
         self._profile: AgreedProfile | None = None
         self._recorder: ProfileRecorder | None = None
-        self._trial: Trial | None = None  # it outlives its judgement where plain DDP is agreed on
-        self._promises = Promises()
         self._search: CutSearch | None = None
         self._tick_costs: GroupCosts | None = None  # of :meth:`fuse`
         self._spans = WindowSpans(self._schedule.cadence.trial_windows)
         self._verified = True
-        self._handover = Handover(yields)
+        self._trials = Trials(yields)
 
     @property
     def dense_for_good(self) -> bool:
         """Whether some reviews in a row have found every buffer dense, or plain DDP faster; the same on all ranks."""
-        return self._handover.agreed
+        return self._trials.agreed
 
     @property
     def wants_times(self) -> bool:
@@ -107,7 +96,7 @@ class Planner:
     @property
     def on_trial(self) -> bool:
         """Whether a plan, or plain DDP, is tried out; the same on all ranks."""
-        return self._trial is not None and not self._handover.agreed
+        return self._trials.trial is not None and not self._trials.agreed
 
     def plan(self, shape: JobShape) -> Plan:
         """The plan of the next window."""
@@ -119,12 +108,12 @@ class Planner:
 
     def invalidate(self, order_changed: bool = False) -> None:
         """Drops the plan: quotas have changed, or the order (then measured times are dropped as well)."""
-        self.current = self._search = self._tick_costs = self._trial = None
-        self._handover.drop()
+        self.current = self._search = self._tick_costs = None
+        self._trials.drop()
         self._spans.restart()
         on_trial = self._schedule.cadence.on_trial
         if order_changed:
-            self._profile = self._recorder = self._promises.broken = None
+            self._profile = self._recorder = self._trials.broken = None
             if not on_trial:
                 self._schedule.windows = 0  # the one plan was made for another order
         if self.opening and on_trial:
@@ -177,7 +166,7 @@ class Planner:
         if self._search is not None:
             self._search_on(self._search, events, shape)
             return
-        if self.prior is None or self._schedule.cadence.freeze_after == 0 or self._handover.agreed:
+        if self.prior is None or self._schedule.cadence.freeze_after == 0 or self._trials.agreed:
             return
         if self._recorder is None:
             # the first window sets up communicators and warms up kernels: its times are not those of the others
@@ -218,11 +207,12 @@ class Planner:
         review = Review(seconds, predict_plain_ddp(costs, prior["allreduce"]))
         if math.isfinite(seconds):
             self.latest = review
-        if self._trial is not None and not self._end_trial(self._trial, current, seconds, shape):
+        trial = self._trials.trial
+        if trial is not None and not self._end_trial(trial, current, seconds, shape):
             return
         sparse = any(group.collective != "allreduce" for group in current.groups)
-        if sparse and not self.opening and self._handover.due(review):
-            self._trial = Trial(current, seconds)
+        if sparse and not self.opening and self._trials.plain_ddp_due(review):
+            self._trials.trial = Trial(current, seconds)
             plan = GroupPricer(replace(costs, sparse_allowed=False)).plan(ddp_buckets(costs.dense_bytes))
             self._decide("dense", plan, shape, seconds=seconds)
             return
@@ -230,48 +220,34 @@ class Planner:
         gain = predicted_gain(current, proposed, costs)
         if not self._schedule.cadence.on_trial:
             self._decide("stay" if proposed == current else "switch", proposed, shape, seconds=seconds)
-        elif gain > self._promises.required(current, costs, self._schedule.threshold):
+        elif gain > self._trials.required(current, costs, self._schedule.threshold):
             if math.isfinite(seconds) and math.isfinite(gain):  # else the change is for good
-                self._trial = Trial(current, seconds, gain, predict_finish(current, costs))
+                self._trials.trial = Trial(current, seconds, gain, predict_finish(current, costs))
             self._decide("switch", proposed, shape, predicted=gain, seconds=seconds)
         else:
             self._decide("stay", current, shape, proposed, predicted=gain, seconds=seconds)
-            self._handover.count_dense(not sparse and costs.sparse_allowed and not self.opening)
+            self._trials.count_dense(not sparse and costs.sparse_allowed and not self.opening)
 
     def _end_trial(self, trial: Trial, current: Plan, seconds: float, shape: JobShape) -> bool:
         """Keeps the plan on trial, or goes back; returns whether another plan may be proposed at once."""
-        if trial.promised is None:
-            gain = self._handover.judge(trial, seconds)
-            if self._handover.agreed:
-                self._decide("keep", current, shape, measured=gain, seconds=seconds)
-            else:
-                self.keep_engine(shape, gain, seconds)
-            return False
-        self._trial, saved = None, self._promises.judge(trial, seconds)
+        stays, saved = self._trials.judge(trial, seconds)
         numbers = {"predicted": trial.promised, "measured": saved, "seconds": seconds}
-        if saved > 0:
-            self._decide("keep", current, shape, trial.previous, **numbers)
+        if stays:
+            self._decide("keep", current, shape, current if self._trials.agreed else trial.previous, **numbers)
         else:
             self._decide("revert", trial.previous, shape, current, **numbers)
-        return saved > 0
+        return stays and not self._trials.agreed
 
-    def keep_engine(self, shape: JobShape, gain: float | None = None, seconds: float | None = None) -> None:
-        """Plain DDP does not replace the engine now; its next trial needs more reviews. Collective; between windows.
-
-        Args:
-            shape: Sizes and quotas of the tensors.
-            gain: Share of a window that dense buffers have saved, if that was tried.
-            seconds: Median window of the trial.
-        """
-        trial, self._trial = self._trial, None
-        self._handover.decline()
+    def keep_engine(self, shape: JobShape) -> None:
+        """Plain DDP does not replace the engine now; its next trial needs more reviews. Collective; between windows."""
+        trial = self._trials.trial
+        self._trials.decline()
         if trial is not None:
-            self._decide("revert", trial.previous, shape, measured=gain, seconds=seconds)
+            self._decide("revert", trial.previous, shape)
 
     def use(self, plan: Plan, shape: JobShape) -> None:
         """Changes to this plan, the same on all ranks, until costs call for another. Collective; between windows."""
-        self._trial = None
-        self._handover.drop()
+        self._trials.drop()
         self._change(plan, shape)
 
     def _change(self, plan: Plan, shape: JobShape) -> None:
@@ -323,19 +299,14 @@ class Planner:
 
     def state_dict(self) -> dict[str, Any]:
         """Plan, agreed costs and decisions under way: plain values, the same on all ranks, without measured times."""
-        trial, broken = self._trial, self._promises.broken
-        trying_ddp = trial is not None and trial.promised is None
-        plan = trial.previous if trial is not None and trying_ddp else self.current
+        trial = self._trials.trial
+        plan = trial.previous if trial is not None and trial.promised is None else self.current
         return {
             "plan": None if plan is None else plan.to_list(),
             "profile": None if self._profile is None else self._profile.to_vector().tolist(),
             "replans": self.replans,
             "schedule": {"windows": self._schedule.windows},
-            "trials": {
-                "trial": None if trial is None or trying_ddp else trial.state(),
-                "broken": None if broken is None else list(broken),
-            },
-            "handover": self._handover.state_dict(trying_ddp),
+            **self._trials.state_dict(),
             "search": None if self._search is None else self._search.measured,
         }
 
@@ -359,11 +330,7 @@ class Planner:
                 raise ValueError(f"the plan is of {plan.num_tensors} tensors, the model has {len(shape)}")
             self.current, self._verified = plan, False
             self._describe(plan, shape)
-        trial, broken = state["trials"]["trial"], state["trials"]["broken"]
-        self._trial = None if trial is None else Trial.of(trial)
-        self._promises.broken = None if broken is None else BrokenPromise(*map(float, broken))
-        if "handover" in state:  # older checkpoints have none
-            self._handover.load_state_dict(state["handover"])
+        self._trials.load_state_dict(state)
         self._search = None
         if (measured := state.get("search")) is not None:
             self._begin_search(len(shape), measured)

@@ -113,16 +113,33 @@ class BrokenPromise(NamedTuple):
     finish: float  #: what the costs predicted at that time for the plan before
 
 
-class Promises:
-    """Judges plans by prediction first and then by the clock.
+class Trials:
+    """What is on trial, and what trials have shown: plans that promise a gain, and plain DDP in place of the engine.
 
     A predicted gain puts a plan on trial; it is kept if the windows with it are shorter than those before. A broken
     promise shows how wrong the costs are here, for that plan and for similar ones: another change must promise more
     than that error, until the costs have changed by more than was promised. The threshold is added to both.
+
+    Plain DDP replaces the engine for the rest of the job where a plan stays all dense for some reviews. That it is
+    faster than another plan is a prediction from the calibration, when no other work was done, and can be wrong. So
+    every buffer is dense for some windows first, by which the residual becomes empty as well.
+
+    Args:
+        yields: Plain DDP may replace the engine at all.
+
+    Attributes:
+        trial: Under way; it outlives its judgement where plain DDP is agreed on.
+        broken: The latest promise, if it was broken.
+        agreed: Plain DDP replaces the engine from here on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, yields: bool) -> None:
+        self.trial: Trial | None = None
         self.broken: BrokenPromise | None = None
+        self.agreed = False
+        self._yields = yields
+        self._faster = self._dense = 0  # reviews in a row
+        self._wanted = _REVIEWS
 
     def required(self, current: Plan, costs: GroupCosts, threshold: float) -> float:
         """The predicted gain that a change must exceed now; ``current`` fits the costs if a promise was broken."""
@@ -132,36 +149,9 @@ class Promises:
                 self.broken = None
         return threshold if self.broken is None else self.broken.promised - self.broken.measured + threshold
 
-    def judge(self, trial: Trial, seconds: float) -> float:
-        """The gain by the median window of a plan on trial: above 0 it is kept; 0 if no window was measured (NaN)."""
-        gain = trial.gain(seconds) or 0.0
-        self.broken = None if gain > 0 else BrokenPromise(trial.promised or 0.0, gain, trial.finish)
-        return gain
-
-
-class Handover:
-    """Decides whether plain DDP replaces the engine for the rest of the job.
-
-    A plan whose buffers are all dense must stay so for some reviews. That plain DDP is faster than another plan is a
-    prediction from the calibration, when no other work was done, and can be wrong. So every buffer is dense for some
-    windows first, by which the residual becomes empty as well.
-
-    Args:
-        allowed: Plain DDP may replace the engine at all.
-
-    Attributes:
-        agreed: Plain DDP replaces the engine from here on.
-    """
-
-    def __init__(self, allowed: bool) -> None:
-        self.agreed = False
-        self._allowed = allowed
-        self._faster = self._dense = 0  # reviews in a row
-        self._wanted = _REVIEWS
-
-    def due(self, review: Review) -> bool:
-        """Counts a review; returns whether to begin a trial."""
-        if not self._allowed:
+    def plain_ddp_due(self, review: Review) -> bool:
+        """Counts a review; returns whether to try plain DDP."""
+        if not self._yields:
             return False
         # by the clock: costs do not include all of the engine's work (comparing with NaN is False)
         self._faster = self._faster + 1 if review.plain_ddp < (1 - _GAIN) * review.seconds else 0
@@ -170,37 +160,48 @@ class Handover:
     def count_dense(self, dense: bool) -> None:
         """Counts a review that did not change the plan; ``dense``: every buffer of it is, by choice."""
         self._dense = self._dense + 1 if dense else 0
-        self.agreed = self._allowed and self._dense >= self._wanted
+        self.agreed = self._yields and self._dense >= self._wanted
 
-    def judge(self, trial: Trial, seconds: float) -> float | None:
-        """The gain by the median window of the trial, None if no window was measured (NaN).
+    def judge(self, trial: Trial, seconds: float) -> tuple[bool, float | None]:
+        """Ends a trial by its median window, NaN if none was measured: whether the plan stays, and what it has saved.
 
         Plain DDP is agreed on if windows were measured, and were not clearly longer.
         """
         gain = trial.gain(seconds)
-        self.agreed = gain is not None and gain >= -LENIENCE
-        return gain
+        if trial.promised is None:
+            self.agreed = gain is not None and gain >= -LENIENCE
+            if not self.agreed:
+                self.decline()
+            return self.agreed, gain
+        saved, self.trial = gain or 0.0, None
+        self.broken = None if saved > 0 else BrokenPromise(trial.promised, saved, trial.finish)
+        return saved > 0, saved
 
     def decline(self) -> None:
-        """The engine stays, and the next trial needs more reviews."""
+        """The engine stays, and the next trial of plain DDP needs more reviews."""
         self.drop()
         self._wanted *= _PATIENCE
 
     def drop(self) -> None:
         """Forgets what was found of a plan, or of costs, that no longer hold."""
-        self.agreed = False
+        self.trial, self.agreed = None, False
         self._faster = self._dense = 0
 
-    def state_dict(self, trying: bool) -> dict[str, Any]:
-        """Plain values; the counts are left out if plain DDP is on trial or agreed on.
-
-        A resumed job may run elsewhere, where windows take another time.
-        """
-        counts = [0, 0] if trying or self.agreed else [self._faster, self._dense]
-        return {"counts": counts, "wanted": self._wanted}
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values; nothing of plain DDP on trial or agreed on: elsewhere, windows may take another time."""
+        trial = None if self.trial is None or self.trial.promised is None else self.trial.state()
+        elsewhere = self.agreed or (self.trial is not None and trial is None)
+        return {
+            "trials": {"trial": trial, "broken": None if self.broken is None else list(self.broken)},
+            "handover": {"counts": [0, 0] if elsewhere else [self._faster, self._dense], "wanted": self._wanted},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned."""
-        self.drop()
-        self._faster, self._dense = (int(count) for count in state.get("counts", (0, 0)))
-        self._wanted = int(state["wanted"])
+        if "handover" in state:  # older checkpoints have none
+            self.drop()
+            self._faster, self._dense = (int(count) for count in state["handover"].get("counts", (0, 0)))
+            self._wanted = int(state["handover"]["wanted"])
+        trial, broken = state["trials"]["trial"], state["trials"]["broken"]
+        self.trial = None if trial is None else Trial.of(trial)
+        self.broken = None if broken is None else BrokenPromise(*map(float, broken))
