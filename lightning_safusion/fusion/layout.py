@@ -17,25 +17,16 @@ from lightning_safusion.fusion.plans.pricing import element_edges
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter's gradient, as it arrives.
+    """One parameter's gradient, as it arrives."""
 
-    Args:
-        name: Fully qualified parameter name; identifies the tensor across runs.
-        index: Place in the model's list of parameters; identifies it within a run, the same on all ranks.
-        shape: Logical shape.
-        numel: Elements on arrival (a complex parameter arrives as twice as many real ones).
-        dtype: Floating-point dtype on arrival.
-        dense: Always dense.
-        strides: Order of the elements on arrival, that of the parameter in memory (``channels_last``), with the pair
-            of a complex number as a last dimension; None if they arrive in logical order.
-    """
-
-    name: str
-    index: int
-    shape: tuple[int, ...]
-    numel: int
-    dtype: torch.dtype
-    dense: bool = False
+    name: str  #: fully qualified parameter name; identifies the tensor across runs
+    index: int  #: place in the model's list of parameters; identifies it within a run, the same on all ranks
+    shape: tuple[int, ...]  #: logical shape
+    numel: int  #: elements on arrival (a complex parameter arrives as twice as many real ones)
+    dtype: torch.dtype  #: floating-point dtype on arrival
+    dense: bool = False  #: always dense
+    #: Order of the elements on arrival, that of the parameter in memory (``channels_last``), with the pair of a complex
+    #: number as a last dimension; None if they arrive in logical order.
     strides: tuple[int, ...] | None = None
 
     def logical(self, flat: Tensor) -> Tensor:

@@ -24,17 +24,11 @@ _GUARANTEED = 0.25
 
 @dataclass(frozen=True, eq=False)
 class TensorQuotas:
-    """Room of every tensor of a layout at one density.
-
-    Args:
-        density: The density these hold for.
-        counts: int64 [L], elements that each tensor may send; all of them where it is dense.
-        dense: bool [L], dense tensors.
-    """
+    """Room of every tensor of a layout at one density."""
 
     density: float
-    counts: np.ndarray
-    dense: np.ndarray
+    counts: np.ndarray  #: int64 [L], elements that each tensor may send; all of them where it is dense
+    dense: np.ndarray  #: bool [L], dense tensors
 
 
 def guaranteed(counts: np.ndarray) -> np.ndarray:

@@ -76,19 +76,12 @@ def predicted_gain(current: Plan, proposed: Plan, costs: GroupCosts) -> float:
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan in use that the clock has still to judge.
+    """A plan in use that the clock has still to judge."""
 
-    Args:
-        previous: The plan before it, which comes back if the trial fails.
-        seconds: Median window with ``previous``.
-        promised: Predicted gain; None: every buffer is dense, since plain DDP is predicted to be faster.
-        finish: What the costs predicted for ``previous`` when its own exchanges were measured.
-    """
-
-    previous: Plan
-    seconds: float
-    promised: float | None = None
-    finish: float = math.nan
+    previous: Plan  #: the plan before it, which comes back if the trial fails
+    seconds: float  #: median window with ``previous``
+    promised: float | None = None  #: predicted gain; None: all dense, since plain DDP is predicted to be faster
+    finish: float = math.nan  #: what the costs predicted for ``previous`` when its own exchanges were measured
 
     def gain(self, seconds: float) -> float | None:
         """Share of the windows before that those of the trial saved; None if none was measured (NaN)."""

@@ -23,8 +23,6 @@ from tests.cluster import Cluster, specs
 from tests.quick import slow
 
 Make = Callable[..., Cluster]
-
-
 OPTIONS: dict[str, Any] = {"quota": "shared", "collective": "allgather"}
 
 
@@ -33,6 +31,10 @@ def train(cluster: Cluster, first: int, last: int) -> list[list[Tensor]]:
     for step in range(first, last):
         means = cluster.step(cluster.random_grads(step))
     return means
+
+
+def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_the_largest_of_small_tensors_are_counted_exactly() -> None:
@@ -96,16 +98,14 @@ def test_quotas_follow_the_largest_elements(make: Make) -> None:
         assert (counts < np.diff(space.layout.edges)[sparse]).all()
         assert proportional.sum() - len(counts) <= counts.sum() <= proportional.sum()
         assert (space.quotas.counts == cluster.engines[0].space.quotas.counts).all()  # as on the other ranks
-        scales = {spec.index: 10.0 ** (spec.index % 4 - 2) for spec in space.layout.specs}
         by_index = dict(zip(space.layout.indices.tolist(), space.quotas.counts - own.counts, strict=True))
-        assert by_index[3] > 0  # of gradients ten times as large as most
-        assert by_index[6] < by_index[3] or scales[6] > scales[3]
+        assert by_index[3] > max(0, by_index[6])  # of gradients ten times as large as most
 
 
 def test_what_is_learned_does_not_depend_on_the_plan(make: Make) -> None:
     found = [train(make(2, fusion=fusion, wire="q4", **OPTIONS), 0, 20)[0] for fusion in ("single", "wfbp", "aligned")]
     for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        assert_equal(found[0], other)
 
 
 def test_what_full_tensors_cannot_take_goes_to_the_others() -> None:
@@ -148,15 +148,13 @@ def test_shares_outlive_a_job(make: Make, tmp_path: Path, windows: int) -> None:
     path = tmp_path / "a.ckpt"
     entry = whole.each(lambda rank: checkpoint.save(whole.engines[rank], text, path))[0]
     resumed.each(lambda rank: checkpoint.restore(resumed.engines[rank], text, entry, path))
-    for a, b in zip(train(whole, windows, windows + 4)[0], train(resumed, windows, windows + 4)[0], strict=True):
-        assert torch.equal(a, b)
+    assert_equal(train(whole, windows, windows + 4)[0], train(resumed, windows, windows + 4)[0])
 
 
 def test_the_order_of_the_tensors_does_not_matter(make: Make) -> None:
     first, second = make(2, **OPTIONS), make(2, **OPTIONS)
     second.order = second.order[::2] + second.order[1::2]
-    for a, b in zip(train(first, 0, 20)[0], train(second, 0, 20)[0], strict=True):
-        assert torch.equal(a, b)
+    assert_equal(train(first, 0, 20)[0], train(second, 0, 20)[0])
 
 
 def test_windows_with_a_review() -> None:

@@ -16,17 +16,11 @@ DDP_BUCKET, DDP_FIRST_BUCKET = 25 * 2.0**20, 2.0**20
 
 @dataclass(frozen=True)
 class SelectionCost:
-    """Seconds of one selection over ``d`` elements: ``fixed + per_element * d + per_comparison * d * log2(d)``.
+    """Seconds of one selection over ``d`` elements: ``fixed + per_element * d + per_comparison * d * log2(d)``."""
 
-    Args:
-        fixed: Seconds of any call.
-        per_element: Seconds per element: scans and thresholds.
-        per_comparison: Seconds per comparison of a sort. OMGS-SGD's released value is 2.19e-10 on a P102-100.
-    """
-
-    fixed: float
-    per_element: float
-    per_comparison: float = 0.0
+    fixed: float  #: of any call
+    per_element: float  #: scans and thresholds
+    per_comparison: float = 0.0  #: of a sort; OMGS-SGD's released value is 2.19e-10 on a P102-100
 
     def __call__(self, elements: np.ndarray | float) -> np.ndarray:
         """Seconds for each number of elements, float64 of the same shape; nothing is spent on no elements."""
@@ -44,45 +38,29 @@ NOMINAL_SELECTION = SelectionCost(4e-4, 2e-10)
 class GroupCosts:
     """Agreed numbers that a planner works with; the same on all ranks, bit for bit.
 
-    Places are ready order; seconds throughout.
-
-    Args:
-        numels: Elements of each tensor [L].
-        ready: Time at which each gradient is ready and selected, counted from the start of backward [L], rising.
-        sparse_bytes: Bytes that each tensor adds to a sparse message [L].
-        dense_bytes: Bytes that each tensor adds to a dense all-reduce [L].
-        world_size: Workers.
-        sparse: ``(fixed seconds, seconds per byte of one rank's message)`` of a sparse exchange.
-        dense: ``(fixed seconds, seconds per byte of the buffer)`` of a dense all-reduce.
-        dense_allowed: Whether a buffer may take the dense all-reduce.
-        sparse_allowed: Whether a buffer may take the sparse all-gather.
-        per_buffer: Seconds that handling one buffer, of whatever size, takes from the backward pass (the calls that
-            select, pack, launch and decode): every gradient from its last one on is that much later.
-        arrivals: Time at which each gradient has been computed, no selection counted [L], rising. Only planners that
-            place selection themselves read it; empty where there are none.
-        select: Seconds of one selection over ``d`` elements: ``(fixed, per element, per comparison)``, see
-            :class:`SelectionCost`; for the same planners.
-        decode: ``(seconds of a buffer, seconds per byte of one rank's message)`` of decoding a sparse exchange; for the
-            same planners.
-        quotas: Elements that each tensor may send, all of them where it is dense [L]; empty where they are not known.
-        hybrid: Dense tensors of a sparse buffer have an all-reduce of their own.
+    Places are ready order; seconds throughout. ``arrivals``, ``select`` and ``decode`` are for planners that place
+    selection themselves.
     """
 
-    numels: tuple[int, ...]
+    numels: tuple[int, ...]  #: elements of each tensor [L]
+    #: Time at which each gradient is ready and selected, counted from the start of backward [L], rising.
     ready: tuple[float, ...]
-    sparse_bytes: tuple[float, ...]
-    dense_bytes: tuple[float, ...]
+    sparse_bytes: tuple[float, ...]  #: that each tensor adds to a sparse message [L]
+    dense_bytes: tuple[float, ...]  #: that each tensor adds to a dense all-reduce [L]
     world_size: int
-    sparse: tuple[float, float]
-    dense: tuple[float, float]
-    dense_allowed: bool = True
-    sparse_allowed: bool = True
+    sparse: tuple[float, float]  #: (fixed seconds, seconds per byte of one rank's message) of a sparse exchange
+    dense: tuple[float, float]  #: (fixed seconds, seconds per byte of the buffer) of a dense all-reduce
+    dense_allowed: bool = True  #: a buffer may take the dense all-reduce
+    sparse_allowed: bool = True  #: a buffer may take the sparse all-gather
+    #: Seconds that handling one buffer, of whatever size, takes from the backward pass (the calls that select, pack,
+    #: launch and decode): every gradient from its last one on is that much later.
     per_buffer: float = 0.0
+    #: Time at which each gradient has been computed, no selection counted [L], rising; empty where there are none.
     arrivals: tuple[float, ...] = ()
-    select: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    decode: tuple[float, float] = (0.0, 0.0)
-    quotas: tuple[int, ...] = ()
-    hybrid: bool = False
+    select: tuple[float, float, float] = (0.0, 0.0, 0.0)  #: arguments of :class:`SelectionCost`
+    decode: tuple[float, float] = (0.0, 0.0)  #: of a sparse exchange: (seconds, seconds per byte of one rank's message)
+    quotas: tuple[int, ...] = ()  #: elements that each tensor may send, all where it is dense [L]; empty: not known
+    hybrid: bool = False  #: dense tensors of a sparse buffer have an all-reduce of their own
 
     @property
     def sends_all(self) -> list[bool]:
@@ -98,27 +76,15 @@ class GroupCosts:
 
 @dataclass(frozen=True)
 class JobShape:
-    """All that planning knows of a job besides times: numbers that are the same on all ranks.
+    """All that planning knows of a job besides times: the same on all ranks. Places are ready order."""
 
-    Places are ready order.
-
-    Args:
-        numels: Elements of each tensor [L].
-        widths: Bytes of an element of each gradient [L].
-        quotas: Elements that each tensor may send, all of them where it is dense [L].
-        world_size: Workers.
-        entry_bytes: Bytes on the wire of a selected element, position included, at the model's mean density.
-        hybrid: Dense tensors of a sparse buffer have an all-reduce of their own.
-        device: Where the gradients live (``str(torch.device)``).
-    """
-
-    numels: tuple[int, ...]
-    widths: tuple[int, ...]
-    quotas: tuple[int, ...]
+    numels: tuple[int, ...]  #: elements of each tensor [L]
+    widths: tuple[int, ...]  #: bytes of an element of each gradient [L]
+    quotas: tuple[int, ...]  #: elements that each tensor may send, all of them where it is dense [L]
     world_size: int
-    entry_bytes: float
-    hybrid: bool = False
-    device: str = "cpu"
+    entry_bytes: float  #: on the wire, of a selected element, position included, at the model's mean density
+    hybrid: bool = False  #: dense tensors of a sparse buffer have an all-reduce of their own
+    device: str = "cpu"  #: where the gradients live (``str(torch.device)``)
 
     def __len__(self) -> int:
         return len(self.numels)

@@ -15,22 +15,15 @@ CollectiveName = Literal["allgather", "allreduce", "stream"]
 
 @dataclass(frozen=True)
 class Group:
-    """One fusion buffer: the tensors at places ``start`` to ``stop - 1`` of the ready order.
-
-    Args:
-        start: Place of its first tensor in the ready order.
-        stop: Place after its last tensor.
-        collective: ``"allgather"`` (sparse), ``"allreduce"`` (dense), or ``"stream"`` (sparse, one tensor of a stream
-            of buffers that each worker fills at its own pace).
-        dense_upto: Tensors of up to this many elements are dense, and the others send as much less.
-        half: A dense all-reduce of float32 gradients sends float16.
-    """
+    """One fusion buffer: the tensors at places ``start`` to ``stop - 1`` of the ready order."""
 
     start: int
     stop: int
+    #: ``"allgather"`` (sparse), ``"allreduce"`` (dense), or ``"stream"`` (sparse, one tensor of a stream of buffers
+    #: that each worker fills at its own pace).
     collective: CollectiveName = "allgather"
-    dense_upto: int = 0
-    half: bool = False
+    dense_upto: int = 0  #: tensors of up to this many elements are dense, and the others send as much less
+    half: bool = False  #: a dense all-reduce of float32 gradients sends float16
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:

@@ -21,14 +21,10 @@ _OUT_OF_BOUNDS = 1e6
 
 
 class Bounds(NamedTuple):
-    """Elements that a buffer may hold.
+    """Elements that a buffer may hold."""
 
-    Args:
-        min_elements: At least; the last buffer holds what is left.
-        max_elements: At most, but for one larger tensor alone; counts more where both cannot hold. None: no bound.
-    """
-
-    min_elements: int = 0
+    min_elements: int = 0  #: at least; the last buffer holds what is left
+    #: At most, but for one larger tensor alone; counts more where both cannot hold. None: no bound.
     max_elements: int | None = None
 
     def check(self) -> Bounds:

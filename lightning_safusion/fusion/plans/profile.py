@@ -24,21 +24,13 @@ _SECONDS_PER_ELEMENT = 3e-10
 
 @dataclass(frozen=True)
 class AgreedProfile:
-    """What all ranks together measured; the same on all ranks, bit for bit.
+    """What all ranks together measured; the same on all ranks, bit for bit."""
 
-    Args:
-        arrivals: Seconds from the first gradient to each, selection not counted; -inf where it never came [L].
-        select: Selection, packing and launch of a buffer, by its elements.
-        decode: Decoding of a sparse exchange by the bytes of one rank's message.
-        allgather: Sparse exchange by the bytes of one rank's message.
-        allreduce: Dense exchange by the bytes of the buffer.
-    """
-
-    arrivals: tuple[float, ...]
-    select: LinearCost
-    decode: LinearCost
-    allgather: LinearCost
-    allreduce: LinearCost
+    arrivals: tuple[float, ...]  #: seconds from the first gradient to each, without selection; -inf: it never came [L]
+    select: LinearCost  #: selection, packing and launch of a buffer, by its elements
+    decode: LinearCost  #: decoding of a sparse exchange, by the bytes of one rank's message
+    allgather: LinearCost  #: sparse exchange, by the bytes of one rank's message
+    allreduce: LinearCost  #: dense exchange, by the bytes of the buffer
 
     @classmethod
     def from_minimum(
