@@ -131,21 +131,30 @@ class Rank:
         self.timed: list[bool] = []
 
     @property
+    def plan(self) -> Plan:
+        """Of the next window."""
+        return self.planner.plan(self.space.shape)
+
+    @property
+    def costs(self) -> GroupCosts:
+        """What the planner believes."""
+        return self.planner.costs(self.space.shape)
+
+    @property
     def true(self) -> GroupCosts:
-        return self.job.true(self.planner.costs(self.space.shape))
+        return self.job.true(self.costs)
 
     @property
     def finish(self) -> float:
         """When the last exchange of the plan in use ends, without noise, over the best static plan's end."""
-        plan = self.planner.plan(self.space.shape)
         policy = self.policy.policy if isinstance(self.policy, Tuned) else self.policy
-        return predict_finish(plan, self.true) / predict_finish(policy.resized(self.true), self.true)
+        return predict_finish(self.plan, self.true) / predict_finish(policy.resized(self.true), self.true)
 
     def run(self, windows: int) -> list[Decision]:
         """Runs windows; returns the decisions made in them."""
         made = []
         for _ in range(windows):
-            plan = self.planner.plan(self.space.shape)
+            plan = self.plan
             self.timed.append(self.planner.wants_times)
             events = self.job.window(len(self.plans), plan, self.true, self.space)
             before = len(self.planner.decisions)

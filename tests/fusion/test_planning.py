@@ -113,7 +113,7 @@ def test_a_gain_that_does_not_come_is_given_back_and_not_tried_again() -> None:
     assert made[1].buffers == 1
     assert made[1].measured < 0 < made[1].predicted
     assert set(actions(rank.run(400))) == {"stay"}
-    assert rank.planner.plan(rank.space.shape).groups[0].stop == len(SHAPES)
+    assert rank.plan.groups[0].stop == len(SHAPES)
     job.link, job.hidden = "100mbit", 0.0  # other costs: another chance
     assert actions(rank.run(100))[:3].count("switch") == 1
     assert rank.finish < 1.03
@@ -122,10 +122,10 @@ def test_a_gain_that_does_not_come_is_given_back_and_not_tried_again() -> None:
 def test_a_broken_promise_covers_similar_plans() -> None:
     """Noise makes the proposals differ; none of them is a new idea."""
     rank = Rank(Tuned(Adaptive()), Job(backward=2e-3, hidden=0.05, noise=0.01))
-    first = rank.planner.plan(rank.space.shape)
+    first = rank.plan
     rank.planner.current = Single().plan(rank.true)
     made = rank.run(600)
-    assert first != rank.planner.plan(rank.space.shape)
+    assert first != rank.plan
     assert 1 <= actions(made).count("switch") <= 3
     assert actions(made).count("revert") == actions(made).count("switch")
 
@@ -163,7 +163,7 @@ def test_modelled_costs_are_never_reviewed(policy: FusionPolicy, stops: list[int
     rank = Rank(policy, Job())
     rank.planner = Planner(policy, rank.transport, "allgather", prior=None)
     assert rank.run(60) == []
-    assert stops_of(rank.planner.plan(rank.space.shape)) == stops
+    assert stops_of(rank.plan) == stops
 
 
 @pytest.mark.parametrize(("windows", "hidden"), [(7, 0.0), (11, 0.05), *slow([(4, 0.05), (30, 0.0), (7, 0.05)])])
@@ -212,7 +212,7 @@ def test_plain_ddp_takes_over_where_the_work_of_selection_is_more_than_the_excha
     if fast:
         # the third review in a row, and the end of the trial; none follows
         assert [(each.action, each.window) for each in decisions[-2:]] == [("dense", 15), ("keep", 22)]
-        plan = rank.planner.plan(rank.space.shape)
+        plan = rank.plan
         assert {group.collective for group in plan.groups} == {"allreduce"}
         rank.planner.invalidate()
         assert not rank.planner.dense_for_good  # another density: judged anew
@@ -252,7 +252,7 @@ def test_where_a_residual_remains_the_plan_before_comes_back() -> None:
     assert rank.planner.dense_for_good
     rank.planner.keep_engine(rank.space.shape)
     assert not rank.planner.dense_for_good
-    assert rank.planner.plan(rank.space.shape) == before
+    assert rank.plan == before
     assert actions(rank.planner.decisions)[-1] == "revert"
     assert "dense" not in actions(rank.run(100))  # another trial needs four times as many reviews
 

@@ -42,10 +42,10 @@ of_planners = pytest.mark.parametrize(("policy", "collective"), PLANNERS, ids=["
 def test_one_plan_from_agreed_times_and_no_trial(policy: FusionPolicy, collective: str, link: str) -> None:
     # gradients come slowly and buffers cost more than any planner knows: a trial would end in the plan before
     rank = Rank(policy, Job(link, backward=3e-3, hidden=0.05), collective=collective)
-    first = rank.planner.plan(rank.space.shape)
-    assert first == policy.plan(rank.planner.costs(rank.space.shape))
+    first = rank.plan
+    assert first == policy.plan(rank.costs)
     made = actions(rank.run(12))
-    costs, plan = rank.planner.costs(rank.space.shape), rank.planner.plan(rank.space.shape)
+    costs, plan = rank.costs, rank.plan
     assert plan == policy.plan(costs)
     assert made == ["stay" if plan == first else "switch", "freeze"]
     assert plan != first or collective == "auto"
@@ -66,11 +66,11 @@ def test_another_order_is_measured_and_planned_anew(policy: FusionPolicy, collec
     rank = Rank(policy, Job(backward=3e-3), collective=collective)
     rank.run(20)
     rank.planner.invalidate()  # another density: the measured times hold
-    assert rank.planner.plan(rank.space.shape) == policy.plan(rank.planner.costs(rank.space.shape))
+    assert rank.plan == policy.plan(rank.costs)
     assert rank.run(20) == []
     rank.planner.invalidate(order_changed=True)
     assert "freeze" in actions(rank.run(12))
-    assert rank.planner.plan(rank.space.shape) == policy.plan(rank.planner.costs(rank.space.shape))
+    assert rank.plan == policy.plan(rank.costs)
 
 
 @of_planners
@@ -79,19 +79,19 @@ def test_a_resumed_job_keeps_its_plan_or_measures_anew(policy: FusionPolicy, col
         first = Rank(policy, Job(backward=3e-3), collective=collective)
         first.run(windows)
         again = resumed(first)
-        assert again.planner.plan(again.space.shape) == first.planner.plan(first.space.shape)
+        assert again.plan == first.plan
         assert actions(again.run(12)) == made
-        assert again.planner.plan(again.space.shape) == policy.plan(again.planner.costs(again.space.shape))
+        assert again.plan == policy.plan(again.costs)
 
 
 def test_measured_costs_are_those_of_the_job() -> None:
     rank = Rank(OMGS(), Job(backward=3e-3))
     rank.run(12)
-    measured, true = rank.planner.costs(rank.space.shape), rank.true
+    measured, true = rank.costs, rank.true
     assert np.diff(measured.arrivals) == pytest.approx([3e-3] * 59, rel=1e-6)
     assert measured.sparse == pytest.approx(true.sparse, rel=0.05)
     assert float(measured.selection(10**6)) == pytest.approx(40e-6 + 1e-4, rel=0.1)
-    plan = rank.planner.plan(rank.space.shape)
+    plan = rank.plan
     for other in (Plan.from_stops(range(1, 61)), Plan.from_stops([60])):
         assert predict_behind(plan, measured) < predict_behind(other, measured)
 
@@ -122,7 +122,7 @@ def test_cupcake_finds_a_good_cut() -> None:
     rank.run(60)
     costs = rank.true
     ends = [predict_finish(GroupPricer(costs).plan([cut, 60]), costs) for cut in range(1, 60)]
-    assert predict_finish(rank.planner.plan(rank.space.shape), costs) < 1.02 * min(ends) < 0.9 * max(ends)
+    assert predict_finish(rank.plan, costs) < 1.02 * min(ends) < 0.9 * max(ends)
 
 
 def test_a_search_goes_on_from_a_checkpoint() -> None:
@@ -132,9 +132,9 @@ def test_a_search_goes_on_from_a_checkpoint() -> None:
         first = Rank(Cupcake(3, windows=3), Job("1gbit", backward=1e-3))
         first.run(windows)
         again = resumed(first)
-        assert again.planner.plan(again.space.shape) == first.planner.plan(first.space.shape)
+        assert again.plan == first.plan
         again.run(170)
-        assert again.planner.plan(again.space.shape) == whole.planner.plan(whole.space.shape)
+        assert again.plan == whole.plan
         # the windows since the last trial are measured again, and no others are
         assert again.planner.state_dict()["search"] == pytest.approx(whole.planner.state_dict()["search"])
 
@@ -147,21 +147,21 @@ def test_a_search_begins_anew_where_density_or_order_change() -> None:
         rank.space.set_density(0.03 if order_changed else 0.01)
         rank.planner.invalidate(order_changed)
         assert rank.planner.state_dict()["search"] is None
-        assert stops_of(rank.planner.plan(rank.space.shape)) == [60]
+        assert stops_of(rank.plan) == [60]
         assert rank.run(20)[-1].action == "try"
 
 
 def test_a_plan_without_measured_windows_is_tried_again() -> None:
     rank = Rank(Cupcake(windows=2), Job())
-    plan = rank.planner.plan(rank.space.shape)
+    plan = rank.plan
     seen = rank.job.window(0, plan, rank.true, rank.space)
     unseen = replace(seen, ready=np.full(60, np.nan))  # no gradient in these windows
     for windows, measured in ((unseen, 0), (seen, 1)):
         for _ in range(3):
-            assert rank.planner.plan(rank.space.shape) == plan
+            assert rank.plan == plan
             rank.planner.observe(windows, rank.space.shape)
         assert len(rank.planner.state_dict()["search"]) == measured
-    assert len(stops_of(rank.planner.plan(rank.space.shape))) == 2
+    assert len(stops_of(rank.plan)) == 2
 
 
 # --- on virtual workers ---------------------------------------------------------------------------------------------
