@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lab.markdown import markdown
 from lightning_safusion.fusion.conflicts import CONFLICTS, Conflict
-from lightning_safusion.integration.parameters import REFUSED_OPTIONS
+from lightning_safusion.integration.options import REFUSED_OPTIONS
 from lightning_safusion.systems.rows import DEFAULT, SYSTEMS, EngineSystem, HookSystem
 
 _BLOCK = re.compile(r"(<!-- ((?:systems|refused): \w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)

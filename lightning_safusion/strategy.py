@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -31,7 +30,7 @@ from lightning_safusion.comm.transport.torch_backend import (
     hurry_at_exit,
 )
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.events import Clock, Observer, clock_for
+from lightning_safusion.fusion.events import Clock, Observer
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
@@ -40,14 +39,14 @@ from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.record import WindowRecord
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.state import common_state, restore_common
-from lightning_safusion.integration.attendance import all_attend
-from lightning_safusion.integration.binding import trained
 from lightning_safusion.integration.checkpoint import Checkpoints
-from lightning_safusion.integration.engine_exchange import History, announce
+from lightning_safusion.integration.engine_exchange import announce
 from lightning_safusion.integration.fit import Fit
+from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.integration.horovod import check_horovod, configure_horovod
-from lightning_safusion.integration.outlook import Outlook
-from lightning_safusion.integration.parameters import refuse_options
+from lightning_safusion.integration.meeting import all_present
+from lightning_safusion.integration.options import refuse_options
+from lightning_safusion.integration.parameters import trained
 from lightning_safusion.lookup import check_name
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
@@ -166,7 +165,7 @@ class SAFusionStrategy(DDPStrategy):
         self._hook = job.system.ddp_hook  # DDP with this hook, in place of the engine
         self._over_horovod = transport == "horovod"
         self._observers: list[Observer] = []  # of every engine of this strategy
-        self._history, self._outlook = History(), Outlook()
+        self._history = FitHistory()
         self._checkpoints = Checkpoints()
         self._fit = Fit(self)
         self._deserted = False  # an error has ended this fit, and some ranks did not come to save its state
@@ -199,7 +198,7 @@ class SAFusionStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         self._deserted = False
         if trainer.state.fn == TrainerFn.FITTING:
-            self._history, self._outlook = History(), Outlook()
+            self._history = FitHistory()
             self._fit.begin(trainer, self._learned.get("plain_ddp"))
         super().setup(trainer)
         self._fit.bind()
@@ -251,7 +250,7 @@ class SAFusionStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._fit.follow(batch_idx)
-        if (line := self._outlook.begin_batch(self.engine)) is not None:
+        if (line := self._history.begin_batch(self.engine)) is not None:
             announce(line)
 
     @override
@@ -330,7 +329,6 @@ class SAFusionStrategy(DDPStrategy):
         self._fit.close()
         self._fit = Fit(self)
         self._checkpoints.resumed = None
-        self.__dict__.pop("clock", None)  # the next fit may be on another device
         super().teardown()  # waits for asynchronous writing
         self._checkpoints.finished(self.global_rank)
 
@@ -339,9 +337,8 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        state.update(
-            self._fit.exchange.weights()
-        )  # a union would lose the versions of modules, an attribute of the state
+        # a union would lose the versions of modules, an attribute of the state
+        state.update(self._fit.exchange.weights())
         return state
 
     @override
@@ -357,7 +354,7 @@ class SAFusionStrategy(DDPStrategy):
         While an error ends training, rank 0 writes what plain DDP would where other ranks do not come.
         """
         engine = self.engine
-        if engine is not None and self._fit.interrupted and not all_attend(engine.windows if engine.between else None):
+        if engine is not None and self._fit.interrupted and not all_present(engine.windows if engine.between else None):
             engine, self._deserted = None, True
             rank_zero_warn(f"{filepath} is saved without residuals: an error has kept other workers from the save.")
         elif engine is None and torch.distributed.is_initialized():
@@ -463,10 +460,10 @@ class SAFusionStrategy(DDPStrategy):
         """What the latest window of this rank did; None with plain DDP and before the first."""
         return None if self.engine is None else self.engine.record
 
-    @cached_property
+    @property
     def clock(self) -> Clock:
         """A clock of this rank's device; its seconds are those of observed events."""
-        return clock_for(self.root_device)
+        return self._fit.clock
 
     @property
     def plan(self) -> Plan | None:
@@ -496,9 +493,8 @@ class SAFusionStrategy(DDPStrategy):
         """
         if self._history.ended is not None:
             return self._history.ended
-        of_job: dict[str, Any] = {"system": self.system, "plain_ddp": self._fit.choice.plain_ddp}
-        of_job |= {"step_s": self._outlook.step_s, "ddp_step_s": self._outlook.ddp_step_s}
-        return of_job | self._history.report(self.engine)
+        of_job = {"system": self.system, "plain_ddp": self._fit.choice.plain_ddp}
+        return of_job | self._history.figures(self.engine)
 
     @deprecated("SAFusionStrategy.report() is SAFusionStrategy.figures() now.")
     def report(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnException
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
-from lightning_safusion.integration import attendance
+from lightning_safusion.integration import meeting
 from tests.models import TinyClassifier, classification, fit, trainer
 from tests.process_group import run_launched
 
@@ -54,7 +54,7 @@ def failed(callbacks: list[Callback], chosen: SAFusionStrategy) -> str:
 def test_rank_0_saves_what_plain_ddp_would_where_others_do_not_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, dies: bool
 ) -> None:
-    monkeypatch.setattr(attendance, "_PATIENCE", 2.0)
+    monkeypatch.setattr(meeting, "_PATIENCE", 2.0)
     seen = tmp_path / "seen"
     seen.mkdir()
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, NAdam
 
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.integration.parameters import caution, refuse_double_momentum
+from lightning_safusion.integration.optimizer import caution, refuse_double_momentum
 from lightning_safusion.sparsify import DecoupledMomentum, DGCMemory, EF21Memory, GaussianK, NoMemory, ResidualMemory
 from tests.cluster import specs
 from tests.models import TinyClassifier, equal, fit, fit_both, trainer

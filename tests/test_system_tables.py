@@ -12,7 +12,7 @@ from lab.__main__ import main
 from lab.systems import documented
 from lightning_safusion import SYSTEMS, SAFusionStrategy
 from lightning_safusion.fusion.conflicts import CONFLICTS
-from lightning_safusion.integration.parameters import REFUSED_OPTIONS
+from lightning_safusion.integration.options import REFUSED_OPTIONS
 from lightning_safusion.systems import EngineSystem, HookSystem
 
 DOCUMENTS = Path(__file__).parents[1] / "docs"

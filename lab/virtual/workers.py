@@ -24,7 +24,8 @@ from lightning_safusion.fusion.lanes import Lane
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.fusion.shipment import Shipment
-from lightning_safusion.integration.optimizer import MomentumSwitch, fit_to_optimizers, suited
+from lightning_safusion.integration.momentum import MomentumSwitch
+from lightning_safusion.integration.optimizer import fit_to_optimizers, suited
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
 
 # Steps from one comparison of all workers' results to the next.

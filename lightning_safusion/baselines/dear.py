@@ -28,16 +28,10 @@ _READ_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 @dataclass(eq=False)
 class _Bucket:
-    """One of DDP's buckets whose mean is under way.
+    """One of DDP's buckets whose mean is under way."""
 
-    Args:
-        params: The parameters of which it holds the gradients.
-        memory: The bucket itself; the gradients are views of it.
-        total: The exchange.
-    """
-
-    params: Sequence[Tensor]
-    memory: Tensor
+    params: Sequence[Tensor]  # of which it holds the gradients
+    memory: Tensor  # the bucket itself; the gradients are views of it
     total: TwoPhaseSum
 
     def deliver(self) -> None:
@@ -49,9 +43,7 @@ class _Bucket:
 class _DelayedStep:
     """A step of an optimizer that is made bucket by bucket, with the options that it had when the step was due.
 
-    Args:
-        optimizer: Treats every parameter by itself.
-        pending: The bucket of every parameter, by its id, whose gradient is not there yet.
+    ``pending`` has the bucket of every parameter, by its id, whose gradient is not there yet.
     """
 
     def __init__(self, optimizer: Optimizer, pending: dict[int, _Bucket]) -> None:
@@ -104,9 +96,6 @@ class Dear(GradientExchange):
     Differs from the released code in this: buckets are DDP's (25 MiB, in the order in which gradients become ready) and
     not modules in forward order; all-gathers queue up at once and are not launched one ahead of the layer that runs;
     any optimizer that treats parameters one by one; the last step is not lost.
-
-    Args:
-        transport: Communicator.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -183,11 +172,7 @@ class Dear(GradientExchange):
                 bucket.deliver()
 
     def step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        step: Callable[[Callable[[], Any]], Any],
-        compiled: bool,
+        self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any], compiled: bool
     ) -> Any:
         """Steps now for parameters whose gradients are there, and later for the others."""
         module = self._module

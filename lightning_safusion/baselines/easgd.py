@@ -44,11 +44,7 @@ class ElasticExchange(HookExchange):
         self._module = ddp.module
 
     def step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        step: Callable[[Callable[[], Any]], Any],
-        compiled: bool,
+        self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any], compiled: bool
     ) -> Any:
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if not params:

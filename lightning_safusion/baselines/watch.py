@@ -85,11 +85,7 @@ class ParameterWatch:
 
 
 def runs_compiled(module: nn.Module) -> bool:
-    """Whether a part of the model, or a function that it keeps, has been compiled: uses of parameters cannot be seen.
-
-    Args:
-        module: The model.
-    """
+    """Whether a part of a model, or a function that it keeps, has been compiled: uses of parameters cannot be seen."""
     parts = list(module.modules())
     kinds = (torch._dynamo.OptimizedModule, torch.jit.ScriptModule)
     if any(isinstance(part, kinds) or part._compiled_call_impl is not None for part in parts):

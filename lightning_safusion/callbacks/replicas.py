@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_safusion.callbacks.base import StrategyCallback, check_every
+from lightning_safusion.integration.parameters import managed
 from lightning_safusion.lookup import check_name
 
 # Words of at most 32 bits: in sums modulo 2^64, two flipped sign bits of 64-bit words would cancel.
@@ -115,13 +116,11 @@ class ReplicaConsistencyCheck(StrategyCallback):
         rank_zero_warn(text)
 
     def _tensors(self, trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, Tensor]]:
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        # DDP compares "module.parameter", which begins with a dot for parameters of the root
-        named = [(name if "." in name else f".{name}", name, param) for name, param in module.named_parameters()]
-        kept: dict[Tensor, str] = {param: name for ddp_name, name, param in named if ddp_name not in ignored}
+        kept: dict[Tensor, str] = {param: name for name, param in managed(module)}
         for param, name in kept.items():
             yield f"parameter {name}", param
         if self.buffers:
+            ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
             for name, buffer in module.named_buffers():
                 if name not in ignored:
                     yield f"buffer {name}", buffer

@@ -1,10 +1,9 @@
-"""The engine as the exchange of a wrapped model, and what is kept of the engines of one fit."""
+"""The engine as the exchange of a wrapped model."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,28 +12,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_safusion.comm.catalogue import Collective
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
 from lightning_safusion.fusion.layout import TensorSpec
-from lightning_safusion.fusion.plans.ticking import Horovod
-from lightning_safusion.fusion.record import nothing_exchanged
-from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.fusion.unfused import left_to_torch
+from lightning_safusion.integration.environment_checks import missing_on_cuda
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode
-from lightning_safusion.integration.hindrances import hindrances, needs_of_several_communicators
-from lightning_safusion.integration.optimizer import MomentumSwitch, fit_to_optimizers
-from lightning_safusion.integration.parameters import (
-    caution,
-    dense_parameters,
-    refuse_double_momentum,
-    sparse_parameters,
-    suit_density,
-)
+from lightning_safusion.integration.momentum import MomentumSwitch
+from lightning_safusion.integration.optimizer import caution, fit_to_optimizers, refuse_double_momentum, suit_density
+from lightning_safusion.integration.parameters import dense_parameters, sparse_parameters
 from lightning_safusion.integration.units import compares_updates
 from lightning_safusion.kernels import cpu
 from lightning_safusion.sparsify.memory.momentum import AutoEF21Memory
@@ -112,7 +102,8 @@ class EngineExchange(GradientExchange):
                 announce,
             )
         if device.type == "cuda":
-            _say_what_cuda_needs(settings, self.engine.space.collective, transport)
+            for line in missing_on_cuda(settings, self.engine.space.collective, transport):
+                announce(line)
             self._say_what_torch_does(specs)
         self.engine.bind(observers=observers)
 
@@ -199,55 +190,6 @@ class EngineExchange(GradientExchange):
             switch.close()
         self.switches = []
         self.engine.space.selector.units = None  # it holds the optimizers
-
-
-@dataclass
-class History:
-    """What is kept of the engines of one fit: each re-wrapping of the model makes another.
-
-    Attributes:
-        decisions: Of their planners, oldest first.
-        windows: Exchanged so far.
-        replans: Changes of the plan so far.
-        step: Number of the latest window of an engine that another one, or plain DDP, has taken the place of.
-        last: The engine of a fit that has ended: it may still be saved.
-        ended: The report of a fit that has ended.
-    """
-
-    decisions: tuple[Decision, ...] = ()
-    windows: int = 0
-    replans: int = 0
-    step: int | None = None
-    last: Engine | None = None
-    ended: dict[str, Any] | None = None
-
-    def keep(self, engine: Engine) -> None:
-        """Adds an engine that another one, or plain DDP, takes the place of."""
-        self.decisions += tuple(engine.planner.decisions)
-        self.windows, self.replans = engine.windows, self.replans + engine.planner.replans
-        self.step = self.step if engine.record is None else engine.record.step
-
-    def report(self, engine: Engine | None) -> dict[str, Any]:
-        """Counters, and figures of the latest step of an engine."""
-        record = engine.record if engine is not None else None
-        figures = nothing_exchanged() if record is None else record.as_dict()
-        figures["last_engine_step"] = self.step if record is None else record.step
-        if engine is None:
-            return {"windows": self.windows, "replans": self.replans, **figures}
-        return {"windows": engine.windows, "replans": self.replans + engine.planner.replans, **figures}
-
-
-def _say_what_cuda_needs(settings: EngineSettings, collective: Collective, transport: Transport) -> None:
-    """One line each on overlap and on communicators, where something is missing."""
-    needed = [hindrances(os.environ)]
-    own_pace = settings.fusion.streams
-    timed = isinstance(settings.fusion, Horovod)
-    if transport.world_size > 1 and transport.stream_ordered and (own_pace or timed or collective.several):
-        name = "sharded" if settings.collective == "auto" else settings.collective
-        parts = f"fusion={settings.fusion.name!r}" if own_pace or timed else f"collective={name!r}"
-        needed.append(needs_of_several_communicators(parts, own_pace, os.environ))
-    for line in filter(None, needed):
-        announce(line)
 
 
 def announce(text: str) -> None:

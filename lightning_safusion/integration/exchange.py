@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.integration.optimizer import needs_plain_ddp
 
 
 class Mode(Enum):
@@ -27,15 +29,10 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """Who exchanges the gradients, and why it is not the engine at the density of the arguments.
-
-    Args:
-        mode: Who.
-        reason: To follow a "because"; None for the engine at that density.
-    """
+    """Who exchanges the gradients, and why it is not the engine at the density of the arguments."""
 
     mode: Mode
-    reason: str | None = None
+    reason: str | None = None  # to follow a "because"; None for the engine at that density
 
     @property
     def plain_ddp(self) -> str | None:
@@ -46,27 +43,39 @@ class Choice:
 def choose(
     settings: EngineSettings,
     specs: Sequence[TensorSpec],
+    optimizers: Sequence[Optimizer],
     world_size: int,
-    engine_needed: bool = False,
-    decided: str | None = None,
+    by_horovod: bool,
+    engine_needed: bool,
+    decided: str | None,
 ) -> Choice:
-    """Decides whether the engine exchanges the gradients. A pure function, the same on all ranks.
+    """Decides whether the engine exchanges the gradients, the same on all ranks.
 
     Args:
         settings: Of the engine.
         specs: The dense gradients.
+        optimizers: Of the trainer.
         world_size: Number of workers.
-        engine_needed: Plain DDP cannot do it: Horovod carries the gradients, or a checkpoint has a residual.
+        by_horovod: Horovod carries the gradients.
+        engine_needed: Dense gradients go through the engine as well: a checkpoint has a residual.
         decided: Why plain DDP takes the place of the engine that has been used so far.
+
+    Raises:
+        MisconfigurationException: If optimizers need plain DDP, and Horovod carries the gradients.
     """
     if not specs:
         return Choice(Mode.PLAIN, "no parameter has a dense gradient")
     if decided is not None:
         return Choice(Mode.PLAIN, decided)
-    reason = settings.dense_reason(specs, world_size)
-    if reason is None:
+    if (reason := settings.dense_reason(specs, world_size)) is not None:
+        # where Horovod carries the gradients, DDP's own group is for control messages only
+        needed = engine_needed or (by_horovod and world_size > 1)
+        return Choice(Mode.DENSE_ENGINE if needed else Mode.PLAIN, reason)
+    if (reason := needs_plain_ddp(optimizers)) is None:
         return Choice(Mode.ENGINE)
-    return Choice(Mode.DENSE_ENGINE if engine_needed else Mode.PLAIN, reason)
+    if by_horovod:
+        raise MisconfigurationException(f"{reason}: with transport='horovod' use density=1.0.")
+    return Choice(Mode.PLAIN, reason)
 
 
 class GradientExchange:
@@ -122,11 +131,7 @@ class GradientExchange:
         """
 
     def step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        step: Callable[[Callable[[], Any]], Any],
-        compiled: bool,
+        self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any], compiled: bool
     ) -> Any:
         """Makes a step of an optimizer.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from operator import is_
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,15 +20,21 @@ from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.comm.transport.lockstep import Lockstep
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.events import Clock, clock_for
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.state import carried, restore_carried
-from lightning_safusion.integration.agreement import ddp_options, replaced_parameters, training_options
-from lightning_safusion.integration.binding import Bound, describe_untrained, needs_plain_ddp, untrained
 from lightning_safusion.integration.engine_exchange import EngineExchange, announce
-from lightning_safusion.integration.epoch_end import EpochEnd, more_batches
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
-from lightning_safusion.integration.optimizer import suited
-from lightning_safusion.integration.parameters import refuse_python_reducer, trainable
+from lightning_safusion.integration.meeting import EpochEnd, more_batches
+from lightning_safusion.integration.optimizer import needs_plain_ddp, suited
+from lightning_safusion.integration.options import ddp_options, refuse_python_reducer, training_options
+from lightning_safusion.integration.parameters import (
+    describe_untrained,
+    members,
+    replaced_parameters,
+    trainable,
+    untrained,
+)
 from lightning_safusion.integration.signals import DeferredSignals
 
 if TYPE_CHECKING:
@@ -58,7 +65,7 @@ class Fit:
         self._epoch_end = EpochEnd()
         self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
         self._untrained: list[str] = []  # those that no optimizer has
-        self._bound = Bound()  # the optimizers that the exchange is bound to
+        self._bound: list[object] = []  # members of the optimizers that the exchange is bound to
         self._begins = True  # no batch was trained on
         self._costs_followed = 0  # number of windows at the last look at the costs
 
@@ -66,6 +73,11 @@ class Fit:
     def engine(self) -> Engine | None:
         """The one that exchanges the gradients, if one does."""
         return self.exchange.engine
+
+    @cached_property
+    def clock(self) -> Clock:
+        """Of the device; the next fit may be on another one."""
+        return clock_for(self._strategy.root_device)
 
     @property
     def interrupted(self) -> bool:
@@ -95,12 +107,7 @@ class Fit:
     # Beginning
 
     def begin(self, trainer: Trainer, decided: str | None) -> None:
-        """Training is about to be set up.
-
-        Args:
-            trainer: Of the strategy.
-            decided: Why another fit of the job has ended with plain DDP.
-        """
+        """Training is about to be set up; why another fit of the job may have ``decided`` for plain DDP."""
         strategy, self.decided = self._strategy, decided
         group = strategy._ddp_kwargs.get("process_group")
         if group is None or dist.get_world_size(group) == strategy.world_size:
@@ -131,32 +138,15 @@ class Fit:
             self.choice = Choice(Mode.HOOK, f"system={strategy.system!r} asks for it")
             self.exchange = hook_exchange(strategy._hook, transport, options.get("process_group"))
         else:
-            self.choice = self._choose(specs, transport.world_size, bool(entry.get("holds_back")))
+            sends_residual = bool(entry.get("holds_back")) or self.choice.mode is Mode.DENSE_ENGINE  # wrapped again
+            job = (strategy.settings, specs, strategy.optimizers, transport.world_size, strategy._over_horovod)
+            self.choice = choose(*job, sends_residual, self.decided)
             if self.choice.plain_ddp is None:
                 self.exchange = self._make_engine(model, specs, transport)
         # On the current stream, whatever the Lightning version: gradient hooks run on the stream of this construction
         options = self.exchange.ddp_options(options)
         with during("set-up, when DDP compares and copies the parameters"):
             return DistributedDataParallel(module=model, device_ids=strategy.determine_ddp_device_ids(), **options)
-
-    def _choose(self, specs: Sequence[TensorSpec], world_size: int, holds_back: bool) -> Choice:
-        """The engine or plain DDP.
-
-        Args:
-            specs: The dense gradients.
-            world_size: Number of workers.
-            holds_back: A checkpoint has a residual.
-        """
-        strategy = self._strategy
-        # where Horovod carries the gradients, DDP's own group is for control messages only
-        by_horovod = strategy._over_horovod and world_size > 1
-        was_dense = self.choice.mode is Mode.DENSE_ENGINE  # before the model was wrapped again
-        choice = choose(strategy.settings, specs, world_size, by_horovod or holds_back or was_dense, self.decided)
-        if choice.mode is not Mode.ENGINE or (reason := needs_plain_ddp(strategy.optimizers)) is None:
-            return choice
-        if strategy._over_horovod:
-            raise MisconfigurationException(f"{reason}: with transport='horovod' use density=1.0.")
-        return Choice(Mode.PLAIN, reason)
 
     def _make_engine(self, model: nn.Module, specs: Sequence[TensorSpec], transport: Transport) -> EngineExchange:
         strategy = self._strategy
@@ -189,7 +179,7 @@ class Fit:
     def bind(self) -> None:
         """Ties the exchange to the optimizers, after all workers have compared theirs. Collective in a fit."""
         strategy = self._strategy
-        self._bound = Bound(strategy.optimizers)
+        self._bound = members(strategy.optimizers)
         module = strategy.lightning_module
         if self.transport is not None and module is not None:
             # workers that train weights of their own may have different optimizers
@@ -202,11 +192,7 @@ class Fit:
     # Wrapping again
 
     def follow(self, batch_idx: int) -> None:
-        """Follows what has changed since the batch before: signals, optimizers, costs, trainable parameters.
-
-        Raises:
-            RuntimeError: If the ranks have different trainable parameters.
-        """
+        """Follows signals, optimizers, costs and trainable parameters; a RuntimeError if ranks have different ones."""
         if self.lockstep is not None:
             self.lockstep.begin_batch(self.epoch, batch_idx)
         self._defer_signals()  # again after a search for the learning rate, which is a training inside of this one
@@ -219,17 +205,17 @@ class Fit:
         self._begins = False
 
     def _follow_trainable(self) -> None:
-        """Wraps the model anew when parameters were frozen or unfrozen since: DDP knows those of its making only."""
         if self.ddp is None or self.transport is None:
             return
+        # DDP knows the parameters of its making only
         replaced = replaced_parameters(self.ddp.module, self._wrapped, self.transport, self.epoch)
         if replaced is not None:
             self._wrap_again(replaced)
 
     def _follow_optimizers(self) -> None:
-        """Binds the exchange to optimizers or groups that have come or gone since."""
         strategy = self._strategy
-        if self.ddp is None or self._bound.are(strategy.optimizers):
+        now, known = members(strategy.optimizers), self._bound
+        if self.ddp is None or (len(now) == len(known) and all(map(is_, now, known))):
             return
         left = [name for name, _ in untrained(self.ddp.module, strategy.optimizers)]
         other = suited(strategy.settings, strategy.optimizers)
@@ -258,22 +244,13 @@ class Fit:
         self.go_plain("its all-reduce has been predicted to be faster, review after review")
 
     def go_plain(self, reason: str) -> None:
-        """Changes to plain DDP; no residual remains.
-
-        Args:
-            reason: To follow a "because".
-        """
+        """Changes to plain DDP, for a reason that follows a "because"; no residual remains."""
         self.decided = reason
         self._wrap_again(keep=False)
         self._strategy.settings.memory.bind([0], self._strategy.root_device)
 
     def _wrap_again(self, replaced: Sequence[str] = (), keep: bool = True) -> None:
-        """Wraps the model anew.
-
-        Args:
-            replaced: Names of parameters that are other objects now: the residual is not theirs.
-            keep: The next engine gets the state of this one.
-        """
+        """The next engine gets what this one ``keep``s, but for the residuals of parameters that were ``replaced``."""
         strategy, ddp = self._strategy, self.ddp
         if ddp is None:
             return

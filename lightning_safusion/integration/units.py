@@ -1,4 +1,4 @@
-"""The second moments of optimizers: the units in which elements are compared."""
+"""What is known of optimizers: their momenta, and their second moments, the units in which elements are compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.sparsify.memory.momentum import EF21Memory
@@ -20,6 +20,37 @@ _DIVIDING, _SCHEDULE_FREE = (NAdam, RMSprop, Adagrad, Adafactor), "schedulefree"
 # In the state of Adam, AdamW, NAdam and RAdam (with amsgrad the first), RMSprop, and Adagrad.
 _NAMES = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
 _EPSILON = 1e-8  # of an optimizer that names none
+
+# Orthogonalizes its momentum; torch has it from 2.9 on.
+_MUON: tuple[type[Optimizer], ...] = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
+
+Group = dict[str, Any]
+
+
+def is_muon(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is torch's Muon."""
+    return type(optimizer) in _MUON
+
+
+def momenta_of(optimizer: Optimizer, estimated: bool = False) -> list[float] | None:
+    """The momentum of each of an optimizer's groups, 0 without one; None if a memory cannot carry it in its place.
+
+    It can for Adam, AdamW, RAdam, and SGD without dampening, but not for classes derived from them.
+
+    Args:
+        optimizer: Steps with what was sent.
+        estimated: The memory is ``"ef21"``, which can for torch's Muon as well.
+    """
+    groups, known = optimizer.param_groups, (*ADAPTIVE, SGD, *(_MUON if estimated else ()))
+    if type(optimizer) not in known or any(group.get("dampening") for group in groups):
+        return None
+    momenta = [momentum for momentum in map(own_momentum, groups) if not isinstance(momentum, Tensor)]
+    return momenta if len(momenta) == len(groups) and all(0 <= momentum < 1 for momentum in momenta) else None
+
+
+def own_momentum(group: Group) -> float | Tensor:
+    momentum: float | Tensor = group["betas"][0] if "betas" in group else group["momentum"]
+    return momentum
 
 
 class SecondMoments:
@@ -88,12 +119,7 @@ def is_schedule_free(optimizer: Optimizer) -> bool:
 
 
 def compares_updates(settings: EngineSettings, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether elements are to be compared in units of the update; with ``"auto"`` only if the residual has a momentum.
-
-    Args:
-        settings: Of the engine.
-        optimizers: All that step with what was sent.
-    """
+    """Whether elements are to be compared in units of the update; by default only if the residual has a momentum."""
     if settings.select_by == "auto":
         gradients = isinstance(settings.memory, EF21Memory)  # their differences, which no optimizer ever sees
         return settings.knows_updates and not gradients and any(map(divides, optimizers))
@@ -103,13 +129,6 @@ def compares_updates(settings: EngineSettings, optimizers: Sequence[Optimizer]) 
 def update_units(
     settings: EngineSettings, optimizers: Sequence[Optimizer], params: Sequence[Tensor], carries: bool
 ) -> UpdateUnits | None:
-    """The units of the update, if elements are to be compared in them.
-
-    Args:
-        settings: Of the engine.
-        optimizers: All that step with what was sent.
-        params: By registration index.
-        carries: The residual has a momentum.
-    """
+    """The units of the update, if elements are to be compared in them; ``carries``: the residual has a momentum."""
     compares = compares_updates(settings, optimizers) and (carries or settings.select_by == "update")
     return UpdateUnits(SecondMoments(optimizers, params), params[0].device) if compares and params else None

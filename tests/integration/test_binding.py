@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.integration import fit as fit_module
-from lightning_safusion.integration.binding import Bound, describe_untrained, needs_plain_ddp, untrained
+from lightning_safusion.integration.optimizer import needs_plain_ddp
+from lightning_safusion.integration.parameters import describe_untrained, members, untrained
 from tests.models import classification, trainer
 from tests.process_group import run_launched
 
@@ -165,11 +166,9 @@ def test_who_is_bound() -> None:
     line = describe_untrained(left, automatic=True)
     assert line.startswith("2 parameters (1.weight, 1.bias) are in no optimizer (6 elements)")
     assert "averaged uncompressed" in describe_untrained(left[:1], automatic=False)
-    bound = Bound([optimizer])
-    assert bound.are([optimizer])
-    assert not bound.are([])
-    assert not bound.are([other])
-    optimizer.add_param_group({"params": module[1].parameters()})
-    assert not bound.are([optimizer])
+    added = list(module[1].parameters())
+    assert members([other, optimizer]) == [*members([other]), optimizer, None, *module[0].parameters()]
+    optimizer.add_param_group({"params": added})
+    assert members([optimizer]) == [optimizer, None, *module[0].parameters(), None, *added]
     assert needs_plain_ddp([optimizer]) is None
     assert needs_plain_ddp([torch.optim.LBFGS(module.parameters())]) is not None

@@ -9,7 +9,6 @@ one folder per name, without digests. It was made there by two ranks (``tests.pr
 from __future__ import annotations
 
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ OLD = Path(__file__).parents[1] / "data" / "format_1"
 
 
 def _resume_old(rank: int, folder: Path) -> dict[str, Any]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with complaints() as said:
         resumed = run(ours(), 9, saving(folder / "again.ckpt", 4), ckpt=folder / "old.ckpt", deterministic=True)
         whole = run(ours(), 9, saving(folder / "whole.ckpt", 4), deterministic=True)
     return {
-        "complaints": complaints(caught),
+        "complaints": said,
         "windows": resumed.strategy.figures()["windows"],
         "same end": equal(parameters(resumed), parameters(whole)),
     }
@@ -73,7 +71,6 @@ def test_format_1_resumes_on_another_number_of_workers(tmp_path: Path, world_siz
 
 
 def _resume_on(rank: int, folder: Path) -> tuple[list[str], int]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with complaints() as said:
         job = run(ours(), 5, ckpt=folder / "old.ckpt")
-    return complaints(caught), job.strategy.figures()["windows"]
+    return said, job.strategy.figures()["windows"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,12 @@ def _resume(rank: int, folder: Path, path: str, asynchronous: bool) -> dict[str,
     def plugins() -> list[CheckpointIO]:
         return [_plugin(folder, asynchronous)]
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with complaints() as said:
         # twice, so that the second replaces the first
         saves = saving(path, 2), saving(path, 4)
         whole = run(ours(), 8, *saves, plugins=plugins(), deterministic=True)
         resumed = run(ours(), 8, ckpt=path, plugins=plugins(), deterministic=True)
-    return {"complaints": complaints(caught), "same": equal(parameters(whole), parameters(resumed))}
+    return {"complaints": said, "same": equal(parameters(whole), parameters(resumed))}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -69,11 +67,10 @@ def test_checkpoints_in_a_store_resume_bit_for_bit(tmp_path: Path, path: str, as
 
 def _continue(rank: int, folder: Path, step: int) -> list[str]:
     earlier = "artifacts://0" if step > 3 else None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with complaints() as said:
         # at the first step it saves what it has restored
         run(ours(), step, saving(f"artifacts://{step - 3}", 3), ckpt=earlier, plugins=[Store(folder)])
-    return complaints(caught)
+    return said
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -97,10 +94,9 @@ def _mean(path: Path, scratch: Path) -> dict[str, torch.Tensor]:
 
 
 def _damaged(rank: int, folder: Path) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with complaints() as said:
         run(ours(), 5, ckpt="artifacts://0", plugins=[Store(folder)])
-    return complaints(caught)
+    return said
 
 
 def test_a_damaged_part_in_a_store_is_noticed_by_all(tmp_path: Path) -> None:

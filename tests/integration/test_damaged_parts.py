@@ -114,18 +114,6 @@ def test_a_flipped_bit_anywhere_is_noticed(clusters: tuple[Cluster, Cluster], tm
     assert restore(other, [entry, entry], path) == []
 
 
-def test_parts_that_were_swapped_are_noticed(clusters: tuple[Cluster, Cluster], tmp_path: Path) -> None:
-    saved, other = clusters
-    entry = save(saved, tmp_path / "a.ckpt")
-    first, second = (part_file(tmp_path / "a.ckpt.safusion", rank) for rank in range(2))
-    contents = first.read_bytes(), second.read_bytes()
-    second.write_bytes(contents[0])
-    first.write_bytes(contents[1])
-    (note,) = restore(other, [entry, entry], tmp_path / "a.ckpt")
-    assert f"{first} is damaged" in note
-    assert f"{second} is damaged" in note
-
-
 def test_residuals_that_are_not_finite_are_refused_by_name(clusters: tuple[Cluster, Cluster], tmp_path: Path) -> None:
     saved, other = clusters
     path = tmp_path / "a.ckpt"

@@ -1,7 +1,8 @@
-"""The optimizer's momentum, carried by the memory: when, and what a step does then."""
+"""What a step does while the memory carries the optimizer's momentum, and how large it is."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -9,156 +10,40 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lion_pytorch import Lion
-from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, OneCycleLR, StepLR
 
-from lightning_safusion.integration.optimizer import MomentumSwitch, carried_momentum
-from lightning_safusion.integration.parameters import caution, refuse_double_momentum
-from lightning_safusion.sparsify import AutoMemory, DecoupledMomentum, DGCMemory, EF21Memory, Memory, ResidualMemory
-from lightning_safusion.sparsify.schedule import ConstantDensity, DenseStart, DensitySchedule, LinearRamp
+from lightning_safusion.integration.momentum import MomentumSwitch, Pace, risen
 
 Make = Callable[[Any], Optimizer]
 
 
-class Derived(Adam):
-    """Of a class that may do anything in its step."""
-
-
-class Unknown(DensitySchedule):
-    """Nobody knows what comes."""
-
-    def __call__(self, step: int, epoch: int) -> float:
-        return 0.05
-
-
-def of(make: Make) -> Optimizer:
-    return make([nn.Parameter(torch.ones(3))])
-
-
-def groups(*betas: float) -> Make:
-    return lambda params: Adam([{"params": [nn.Parameter(torch.ones(2))], "betas": (b, 0.99)} for b in betas])
-
-
-@pytest.mark.parametrize(
-    ("memory", "density", "makes", "factor"),
-    [
-        (AutoMemory(), 0.1, [AdamW], 0.95),  # twice as long as an element waits
-        (AutoMemory(), 0.05, [Adam], 0.975),
-        (AutoMemory(), 0.25, [Adam], 0.9),  # its own is longer
-        (AutoMemory(), 0.001, [AdamW], 0.99),  # and no longer than has been tried
-        (AutoMemory(), 0.25, [lambda p: AdamW(p, betas=(0.5, 0.999))], 0.875),
-        (AutoMemory(), 0.1, [lambda p: AdamW(p, betas=(0.95, 0.999)), Adam], 0.95),
-        (AutoMemory(), 0.1, [groups(0.9, 0.97)], 0.97),
-        (AutoMemory(), 0.01, [lambda p: SGD(p, 0.1, momentum=0.9, nesterov=True)], 0.99),
-        (AutoMemory(), 0.01, [AdamW, lambda p: SGD(p, 0.1, momentum=0.9)], 0.99),
-        # where it stays with the optimizer
-        (AutoMemory(), 0.3, [AdamW], None),
-        (AutoMemory(), 0.05, [lambda p: SGD(p, 0.1, momentum=0.9)], None),
-        (AutoMemory(), 0.05, [AdamW, lambda p: SGD(p, 0.1, momentum=0.9)], None),
-        (AutoMemory(), 0.01, [lambda p: SGD(p, 0.1)], None),
-        (AutoMemory(), 0.01, [lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.5)], None),
-        (AutoMemory(), 0.1, [lambda p: AdamW(p, betas=(0.0, 0.999))], None),
-        (AutoMemory(), 0.1, [groups(0.9, 0.0)], None),
-        (AutoMemory(), 0.1, [NAdam], None),
-        (AutoMemory(), 0.01, [lambda p: SGD(p, 0.1, momentum=1.0)], None),  # it never ends
-        (AutoMemory(), 0.1, [Derived], None),
-        (AutoMemory(), 0.1, [AdamW, NAdam], None),
-        (AutoMemory(), 0.1, [RAdam], 0.95),
-        (AutoMemory(), 0.1, [], None),
-        (AutoMemory(), Unknown(), [AdamW], None),
-        (AutoMemory(), LinearRamp(0.05, 0.3, 7), [AdamW], None),
-        # the density that lasts decides
-        (AutoMemory(), LinearRamp(0.3, 0.05, 7), [AdamW], 0.975),
-        (AutoMemory(), DenseStart(0.05, 7), [AdamW], 0.975),
-        (ResidualMemory(), 0.1, [AdamW], None),
-        (DGCMemory(), 0.1, [lambda p: SGD(p, 0.1)], None),
-        # asked for by name
-        (DecoupledMomentum(0.8), 0.5, [AdamW], 0.8),
-        (DecoupledMomentum(0.8), LinearRamp(0.3, 0.05, 7), [lambda p: SGD(p, 0.1, momentum=0.9)], 0.8),
-        (DecoupledMomentum(0.8), 0.1, [lambda p: SGD(p, 0.1)], None),  # there is nothing to switch off
-        (EF21Memory(0.8), 0.5, [AdamW], 0.8),
-        (EF21Memory(0.0), 0.5, [AdamW], None),
-        (EF21Memory(0.8), 0.5, [NAdam], None),
-    ],
-)
-def test_whose_momentum_it_is(
-    memory: Memory, density: float | DensitySchedule, makes: list[Make], factor: float | None
-) -> None:
-    schedule = ConstantDensity(density) if isinstance(density, float) else density
-    assert carried_momentum(memory, schedule, [of(make) for make in makes]) == factor
-
-
-@pytest.mark.parametrize(
-    ("density", "makes", "factor"),
-    [
-        (0.1, [AdamW], 0.975),
-        (0.05, [NAdam], 0.9875),  # its own momentum stays
-        (0.05, [lambda p: RMSprop(p, momentum=0.5)], 0.9875),
-        (0.01, [Adagrad, Adafactor], 0.99),
-        (0.1, [AdamWScheduleFree], 0.975),
-        (0.1, [lambda p: AdamW(p, betas=(0.0, 0.999))], 0.975),
-        (0.1, [AdamW, NAdam], 0.975),
-        (0.3, [NAdam], None),
-        (0.1, [NAdam, lambda p: SGD(p, 0.1, momentum=0.9)], None),
-        (0.1, [lambda p: Lion(p, 1e-4)], None),
-        (0.1, [Derived], None),
-        (0.01, [lambda p: SGD(p, 0.1)], None),
-    ],
-)
-def test_residuals_fade_where_gradients_are_divided_and_compared_so(
-    density: float, makes: list[Make], factor: float | None
-) -> None:
-    optimizers = [of(make) for make in makes]
-    assert carried_momentum(AutoMemory(), ConstantDensity(density), optimizers, by_update=True) == factor
-
-
-def test_a_capturable_momentum_stays_with_its_optimizer() -> None:
-    optimizer = of(lambda p: Adam(p, betas=(torch.tensor(0.9), torch.tensor(0.99)), capturable=True, foreach=False))
-    assert carried_momentum(AutoMemory(), ConstantDensity(0.1), [optimizer]) is None
-
-
-def test_decoupled_momentum_takes_the_place_of_what_it_knows_only() -> None:
-    for make in (Adam, AdamW, lambda p: SGD(p, 0.1, momentum=0.9)):
-        refuse_double_momentum(DecoupledMomentum(), of(make))
-    with pytest.raises(MisconfigurationException, match=r"NAdam would apply it again.*betas=\(0.0, ...\)"):
-        refuse_double_momentum(DecoupledMomentum(), of(NAdam))
-    with pytest.raises(MisconfigurationException, match="SGD would apply it again"):
-        refuse_double_momentum(DecoupledMomentum(), of(lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.5)))
-
-
-def test_who_is_cautioned_says_what_helps() -> None:
-    assert caution(AutoMemory(), 0.1, of(AdamW), carried=True) is None
-    unknown = caution(AutoMemory(), 0.1, of(NAdam))
-    assert unknown is not None
-    assert "memory='decoupled' with betas=(0.0, ...) for NAdam" in unknown
-    known = caution(ResidualMemory(), 0.1, of(AdamW))
-    assert known is not None
-    assert "memory='decoupled', or a density of 0.25" in known
-
-
-# --- steps ----------------------------------------------------------------------------------------------------------
-
-
-def steps(make: Make, count: int, carried: Callable[[int], bool] | None, closures: bool = False) -> list[Tensor]:
+def steps(
+    make: Make, count: int, carried: Callable[[int], bool] | None, closures: bool = False, pace: Pace | None = None
+) -> list[Tensor]:
     """Three parameters after some steps with gradients that depend on nothing."""
     generator = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.linspace(-1, 1, 8)) for _ in range(3)]
+    params = [nn.Parameter(torch.linspace(-1, 1, 8).view(2, 4)) for _ in range(3)]
     optimizer = make(params)
+    made = deepcopy(optimizer.state_dict()["param_groups"])
     if carried is not None:
-        MomentumSwitch(optimizer, lambda param: carried([p is param for p in params].index(True)))
+        MomentumSwitch(optimizer, lambda param: carried([p is param for p in params].index(True)), pace)
     for number in range(count):
         for param in params:
-            param.grad = torch.randn(8, generator=generator)
+            param.grad = torch.randn(2, 4, generator=generator)
         if not closures:
             optimizer.step()
         elif number % 2:
             optimizer.step(lambda: 0.0)
         else:
             optimizer.step(closure=lambda: 0.0)
+    assert optimizer.state_dict()["param_groups"] == made
     return [param.detach() for param in params]
+
+
+def everything(_: int) -> bool:
+    return True
 
 
 RATES = {"lr": 0.02, "weight_decay": 0.1}
@@ -175,6 +60,8 @@ MAKES: dict[str, tuple[Make, Make]] = {
         lambda p: SGD(p, fused=True, **{**RATES, "lr": RATES["lr"] / 0.5}),
     ),
 }
+if hasattr(torch.optim, "Muon"):  # it keeps its rate
+    MAKES["Muon"] = (lambda p: torch.optim.Muon(p, 0.1), lambda p: torch.optim.Muon(p, 0.1, momentum=0.0))
 
 
 @pytest.mark.parametrize("closures", [False, True])
@@ -311,21 +198,6 @@ def test_sgd_goes_on_with_any_part_of_its_parameters(fused: bool) -> None:
     assert torch.allclose(again[0], torch.full((2,), -0.1 * (10 + 10 + 1)))
 
 
-def test_a_schedule_of_the_momentum_goes_on() -> None:
-    param = nn.Parameter(torch.ones(3))
-    optimizer = AdamW([param])
-    MomentumSwitch(optimizer, lambda _: True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
-    found = []
-    for _ in range(5):
-        param.grad = torch.ones(3)
-        optimizer.step()
-        schedule.step()
-        found.append(optimizer.param_groups[0]["betas"][0])
-    assert min(found) < 0.9 < max(found)
-    assert torch.equal(optimizer.state[param]["exp_avg"], torch.ones(3))  # the latest gradient, and no other
-
-
 def _steps(make: Make, change: dict[str, Any], steps: int) -> tuple[list[float], list[str]]:
     """How far a parameter moves in each step, whose gradient is 1 and whose momentum is carried; and the warnings."""
     param = nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -366,3 +238,125 @@ def test_what_adam_leaves_to_the_residual_stays_there_when_its_betas_change(beta
     assert silent == []
     assert len(warned) == 1
     assert "betas[0] (group 0) is" in warned[0]
+
+
+def keeping(share: float) -> Pace:
+    """Steps with a share of the momentum."""
+    return Pace(lambda: 0.04 ** (1.0 - share))
+
+
+def pacing(factor: float) -> Pace:
+    """Steps so many times as large."""
+    return Pace(lambda: 0.05 / factor**4)
+
+
+@pytest.mark.parametrize("density", [0.5, 0.05, 0.01, 0.002])
+def test_the_pace_rises_below_one_density(density: float) -> None:
+    assert Pace(lambda: density).factor == pytest.approx(max(1.0, (0.05 / density) ** 0.25))
+
+
+@pytest.mark.parametrize("density", [1.0, 0.5, 0.02])
+def test_many_workers_step_as_two_that_move_as_many_elements(density: float) -> None:
+    alone = (1.0 - density) ** 8  # share of the elements that none of eight workers has selected
+    two = Pace(lambda: 1.0 - math.sqrt(alone))
+    eight = Pace(lambda: density, workers=8)
+    assert (eight.factor, eight.kept) == pytest.approx((two.factor, two.kept))
+
+
+@pytest.mark.parametrize(("density", "kept"), [(1.0, 1.0), (0.1, 0.285), (0.04, 0.0), (0.001, 0.0)])
+def test_the_momentum_that_stays_falls_with_the_density(density: float, kept: float) -> None:
+    assert Pace(lambda: density).kept == pytest.approx(kept, abs=0.005)
+    for share in (1.0, 0.5, 0.0):  # in the first steps, while it falls, later
+        fading = kept + share * max(0.0, 0.95 - kept)
+        assert Pace(lambda: density, lambda share=share: share).kept == pytest.approx(fading, abs=0.005)
+
+
+WAYS: list[dict[str, Any]] = [{}, {"fused": True}, {"foreach": True}, {"amsgrad": True}]
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+@pytest.mark.parametrize("options", WAYS)
+def test_some_momentum_stays(kind: Any, options: dict[str, Any]) -> None:
+    def make(beta: float) -> Make:
+        return lambda params: kind(params, lr=0.1, betas=(beta, 0.99), **options)
+
+    torch.testing.assert_close(steps(make(0.8), 5, everything, pace=keeping(0.5)), steps(make(0.4), 5, None))
+    own = zip(steps(make(0.8), 5, everything, pace=keeping(1.0)), steps(make(0.8), 5, None), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in own)  # at density one, where all of it stays
+
+
+def test_the_momentum_that_stays_is_in_a_checkpoint() -> None:
+    param = nn.Parameter(torch.ones(6))
+    optimizer = AdamW([param])
+    switch = MomentumSwitch(optimizer, lambda _: True, keeping(0.5))
+    param.grad = torch.randn(6)
+    optimizer.step()
+    state = optimizer.state[param]["exp_avg"].clone()
+    switch.close()
+    assert state.any()
+    assert torch.equal(optimizer.state[param]["exp_avg"], state)
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+@pytest.mark.parametrize("options", WAYS)
+def test_a_paced_step_is_larger_and_decays_weights_as_before(kind: Any, options: dict[str, Any]) -> None:
+    def step(pace: float, decay: float, lr: float) -> Tensor:
+        def make(params: Any) -> Optimizer:
+            return kind(params, lr=lr, weight_decay=decay, **options)
+
+        return steps(make, 1, everything, pace=pacing(pace))[0]
+
+    torch.testing.assert_close(step(2.0, 0.0, 0.01), step(1.0, 0.0, 0.02))
+    if kind is AdamW:  # whose decay is lr x weight_decay
+        torch.testing.assert_close(
+            step(2.0, 0.1, 0.01) - step(2.0, 0.0, 0.01), step(1.0, 0.1, 0.01) - step(1.0, 0.0, 0.01)
+        )
+
+
+def test_a_schedule_of_the_momentum_is_followed() -> None:
+    def steps(switched: bool) -> tuple[Tensor, list[float]]:
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.ones(6))
+        optimizer = AdamW([param], 0.1, betas=(0.9 if switched else 0.45, 0.99))
+        bounds = (0.85, 0.95) if switched else (0.425, 0.475)
+        options = {"base_momentum": bounds[0], "max_momentum": bounds[1], "cycle_momentum": True}
+        schedule = OneCycleLR(optimizer, 0.1, total_steps=12, **options)
+        if switched:
+            MomentumSwitch(optimizer, lambda _: True, keeping(0.5))
+        seen = []
+        for _ in range(10):
+            param.grad = torch.randn(6)
+            optimizer.step()
+            schedule.step()
+            seen.append(optimizer.param_groups[0]["betas"][0])
+        return param.detach(), seen
+
+    ours, seen = steps(True)
+    plain, halves = steps(False)
+    assert seen == pytest.approx([2 * beta for beta in halves])  # as the schedule has set it
+    torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        (None, [1, 1]),
+        (lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=20, pct_start=0.1, div_factor=5), [0.2, 1]),
+        (lambda optimizer: LinearLR(optimizer, 0.25, total_iters=2), [0.25, 0.625]),
+        (lambda optimizer: LambdaLR(optimizer, lambda step: step / 10), [0, 0.1]),
+        (lambda optimizer: StepLR(optimizer, 1, gamma=0.5), [1, 0.5]),
+        (lambda optimizer: ConstantLR(optimizer, 0.5), [0.5, 0.5]),
+    ],
+)
+def test_how_far_a_learning_rate_has_risen(schedule: Callable[[Optimizer], Any] | None, shares: list[float]) -> None:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer, other = AdamW([param], 0.01), AdamW([param], torch.tensor(0.01))
+    scheduler = schedule(optimizer) if schedule else None
+    other.param_groups[0]["initial_lr"] = torch.tensor(0.02)
+    for share in shares:
+        assert risen([optimizer]) == pytest.approx(share)
+        assert risen([other]) == 0.5
+        assert risen([]) == 1
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()

@@ -105,7 +105,6 @@ def _interrupted(rank: int) -> Any:
     with pytest.raises(ValueError, match="boom"):
         run(ours(memory="auto"), 9, during, model=model)
     optimizer = model.optimizers(use_pl_optimizer=False)
-    assert isinstance(optimizer, Optimizer)
     return seen, optimizer.param_groups[0]["betas"][0], len(optimizer._optimizer_step_pre_hooks)
 
 

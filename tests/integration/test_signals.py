@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,24 @@ from lightning_safusion.fusion.window import Notices
 from lightning_safusion.integration.signals import DeferredSignals
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    """Those that a test has installed are gone after it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def ended(job: Trainer, *data: Any) -> str:
+    """How a training ends: by SystemExit, for example, or what this version of Lightning ends a terminated run with."""
+    try:
+        job.fit(*data)
+    except BaseException as error:
+        return f"{type(error).__name__} {job.global_step}"
+    return "ended"
 
 
 class Signalled(TinyClassifier):
@@ -72,12 +91,8 @@ def test_all_ranks_hear_of_it_before_the_same_batch(
     def train(rank: int) -> str:
         strategy = SAFusionStrategy(density=0.1, collective=collective)
         callbacks = [Searches(num_training_steps=4, update_attr=False)] if search else []
-        try:
-            run = trainer(strategy, callbacks=callbacks, default_root_dir=tmp_path)
-            run.fit(model(tmp_path), classification())
-        except BaseException as error:  # SystemExit, or what this version of Lightning ends a terminated run with
-            return type(error).__name__
-        return "ended"
+        job = trainer(strategy, callbacks=callbacks, default_root_dir=tmp_path)
+        return ended(job, model(tmp_path), classification())
 
     run_launched(2, train)
     steps = [torch.load(tmp_path / f"heard{rank}.pt") for rank in range(2)]
@@ -130,13 +145,9 @@ def test_where_no_gradients_carry_notices_ranks_ask(
 
     def train(rank: int) -> str:
         strategy = SAFusionStrategy(density=ConstantDensity(0.05), collective="auto" if step is None else "allgather")
-        run = trainer(strategy, max_epochs=2 if step else 4, limit_val_batches=1, num_sanity_val_steps=0)
-        try:
-            data = classification(640 if step is None else 256)  # batches of an epoch: 20, or 8
-            run.fit(Interrupted(tmp_path, step), data, data if where == "validation" else None)
-        except BaseException as error:
-            return type(error).__name__
-        return "ended"
+        job = trainer(strategy, max_epochs=2 if step else 4, limit_val_batches=1, num_sanity_val_steps=0)
+        data = classification(640 if step is None else 256)  # batches of an epoch: 20, or 8
+        return ended(job, Interrupted(tmp_path, step), data, data if where == "validation" else None)
 
     assert len(set(run_launched(2, train))) == 1
     first, second = (torch.load(tmp_path / f"{where}{rank}.pt") for rank in range(2))
@@ -144,31 +155,29 @@ def test_where_no_gradients_carry_notices_ranks_ask(
     assert first[1] or step is not None
 
 
+@pytest.mark.usefixtures("own_handlers")
 def test_handlers_are_put_back_and_nothing_is_swallowed() -> None:
     engine: Any = SimpleNamespace(notices=Notices())
     seen: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
-    try:
-        mine = signal.getsignal(signal.SIGTERM)
-        deferred = DeferredSignals(lambda: engine)
-        deferred.install()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert engine.notices.own == Notice.TERMINATE
-        deferred.deliver()
-        assert seen == []
-        engine.notices.heard = Notice.TERMINATE
-        deferred.deliver()
-        assert seen == [signal.SIGTERM]
-        os.kill(os.getpid(), signal.SIGTERM)
-        deferred.remove()  # no further step carries the news
-        assert seen == [signal.SIGTERM, signal.SIGTERM]
-        assert signal.getsignal(signal.SIGTERM) is mine
-        deferred.install()
-        os.kill(os.getpid(), signal.SIGTERM)
-        deferred.remove(deliver=False)  # other ranks are gone, and a handler would wait for them
-        assert seen == [signal.SIGTERM, signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    mine = signal.getsignal(signal.SIGTERM)
+    deferred = DeferredSignals(lambda: engine)
+    deferred.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert engine.notices.own == Notice.TERMINATE
+    deferred.deliver()
+    assert seen == []
+    engine.notices.heard = Notice.TERMINATE
+    deferred.deliver()
+    assert seen == [signal.SIGTERM]
+    os.kill(os.getpid(), signal.SIGTERM)
+    deferred.remove()  # no further step carries the news
+    assert seen == [signal.SIGTERM, signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is mine
+    deferred.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    deferred.remove(deliver=False)  # other ranks are gone, and a handler would wait for them
+    assert seen == [signal.SIGTERM, signal.SIGTERM]
 
 
 @pytest.mark.parametrize(
@@ -179,40 +188,36 @@ def test_handlers_are_put_back_and_nothing_is_swallowed() -> None:
         (LightningEnvironment(), False),
     ],
 )
+@pytest.mark.usefixtures("own_handlers")
 def test_the_requeue_signal_is_the_cluster_environments(environment: Any, deferred: bool) -> None:
     engine: Any = SimpleNamespace(notices=Notices())
-    before = signal.signal(signal.SIGHUP, lambda number, frame: None)
-    try:
-        signals = DeferredSignals(lambda: engine, environment)
-        signals.install()
-        os.kill(os.getpid(), signal.SIGHUP)
-        signals.remove()
-        assert engine.notices.own == (Notice.REQUEUE if deferred else 0)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
+    signals = DeferredSignals(lambda: engine, environment)
+    signals.install()
+    os.kill(os.getpid(), signal.SIGHUP)
+    signals.remove()
+    assert engine.notices.own == (Notice.REQUEUE if deferred else 0)
 
 
+@pytest.mark.usefixtures("own_handlers")
 def test_a_second_interrupt_ends_at_once_and_one_that_is_passed_on_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = SimpleNamespace(notices=Notices(), transport=SimpleNamespace(rank=1))
     now = iter([0.0, 0.5, 2.0])
     clock = SimpleNamespace(monotonic=lambda: next(now))  # not that of all modules: other threads look at it
     monkeypatch.setattr("lightning_safusion.integration.signals.time", clock)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        deferred = DeferredSignals(lambda: engine)
-        deferred.install()
-        os.kill(os.getpid(), signal.SIGINT)  # of the terminal
-        os.kill(os.getpid(), signal.SIGINT)  # of the launcher
-        assert engine.notices.own == Notice.INTERRUPT
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-        engine.notices.heard = Notice.INTERRUPT
-        with pytest.raises(KeyboardInterrupt):
-            deferred.deliver()
-        deferred.remove(deliver=False)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    deferred = DeferredSignals(lambda: engine)
+    deferred.install()
+    os.kill(os.getpid(), signal.SIGINT)  # of the terminal
+    os.kill(os.getpid(), signal.SIGINT)  # of the launcher
+    assert engine.notices.own == Notice.INTERRUPT
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    engine.notices.heard = Notice.INTERRUPT
+    with pytest.raises(KeyboardInterrupt):
+        deferred.deliver()
+    deferred.remove(deliver=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 class Stopped(Signalled):
@@ -228,14 +233,9 @@ class Stopped(Signalled):
 def test_what_is_saved_after_an_interrupt_has_the_residuals(tmp_path: Path, collective: Any) -> None:
     def train(rank: int) -> str:
         saves = OnExceptionCheckpoint(str(tmp_path), "stopped")
-        run = trainer(
-            SAFusionStrategy(density=0.1, collective=collective), callbacks=[saves], enable_checkpointing=True
-        )
-        try:
-            run.fit(Stopped(tmp_path), classification())
-        except BaseException as error:
-            return f"{type(error).__name__} {run.global_step}"
-        return "ended"
+        strategy = SAFusionStrategy(density=0.1, collective=collective)
+        job = trainer(strategy, callbacks=[saves], enable_checkpointing=True)
+        return ended(job, Stopped(tmp_path), classification())
 
     ends = run_launched(2, train)
     assert len(set(ends)) == 1

@@ -229,16 +229,9 @@ def _discard(plugin: CheckpointIO, path: _PATH, rank: int, nonce: str) -> None:
 def _on_all_ranks(
     action: Callable[[], _T], transport: Transport, failed: str, undo: Callable[[], None] | None = None
 ) -> list[_T]:
-    """Calls a function on every rank, and returns the results of all ranks. Collective.
+    """Calls a function on every rank, and returns the results of all. Collective; if any failed, all raise an OSError.
 
-    Args:
-        action: May fail.
-        transport: Of all ranks.
-        failed: Begins the message.
-        undo: Called on all ranks if it failed on any. Not where a rank has died: its file may be in place.
-
-    Raises:
-        OSError: On all ranks, if it failed on any.
+    ``undo`` is called on all ranks if any failed. Not where a rank has died: its file may be in place.
     """
     result, failure = None, None
     try:

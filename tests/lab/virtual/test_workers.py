@@ -19,7 +19,7 @@ from lab.tasks import TASKS, Digits, Text
 from lab.virtual.workers import Dense, Engines
 from lightning_safusion.fusion import fused
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.integration.pace import Pace
+from lightning_safusion.integration.momentum import Pace
 from lightning_safusion.sparsify.schedule import BY_GRADIENT, BY_UPDATE
 from tests.cluster import specs
 from tests.models import equal

@@ -1,9 +1,14 @@
-"""Environment variables of CUDA and NCCL: those with which nothing runs beside the backward pass, and those that two
-communicators at once need."""
+"""Environment variables of CUDA and NCCL that prevent overlap, and those that two communicators at once need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+from lightning_safusion.comm.catalogue import Collective
+from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.fusion.plans.ticking import Horovod
+from lightning_safusion.fusion.settings import EngineSettings
 
 # Of the backward pass, selection, waiting for exchanges, decoding, and NCCL.
 _STREAMS = 5
@@ -34,14 +39,7 @@ _HINDRANCES: Mapping[str, tuple[Callable[[str], bool], str]] = {
 
 
 def hindrances(variables: Mapping[str, str]) -> str | None:
-    """What takes the overlap of exchange and backward pass away, and how to get it back, as one line.
-
-    Args:
-        variables: The environment of the process.
-
-    Returns:
-        None if nothing does.
-    """
+    """What prevents the overlap of exchange and backward pass, and how to get it back, as one line; None if nothing."""
     found = [
         f"{name}={variables[name]} ({effect})"
         for name, (hinders, effect) in _HINDRANCES.items()
@@ -52,16 +50,10 @@ def hindrances(variables: Mapping[str, str]) -> str | None:
     return f"exchanges do not overlap with the backward pass, because of {', '.join(found)}: unset what is not needed"
 
 
-def needs_of_several_communicators(parts: str, own_pace: bool, variables: Mapping[str, str]) -> str | None:
-    """What NCCL needs where two communicators have kernels on a device at once, as one line.
+def _needs_of_several_communicators(parts: str, own_pace: bool, variables: Mapping[str, str]) -> str | None:
+    """What NCCL needs where the setting ``parts`` has kernels of two communicators on a device at once, as one line.
 
-    Args:
-        parts: The setting that has them.
-        own_pace: Each worker launches when its own buffers are full, so that orders differ.
-        variables: The environment of the process.
-
-    Returns:
-        None if it has what it needs.
+    With ``own_pace`` each worker launches when its own buffers are full, so that orders differ.
     """
     if own_pace:
         return (
@@ -77,3 +69,15 @@ def needs_of_several_communicators(parts: str, own_pace: bool, variables: Mappin
         f"{parts} uses two communicators at once, and NCCL may deadlock where their kernels have different orders: set "
         f"{_IMPLICIT}=1 (NCCL 2.26 or later), and leave {room}"
     )
+
+
+def missing_on_cuda(settings: EngineSettings, collective: Collective, transport: Transport) -> Iterator[str]:
+    """One line each on overlap and on communicators, where something is missing in this process."""
+    needed = [hindrances(os.environ)]
+    own_pace = settings.fusion.streams
+    timed = isinstance(settings.fusion, Horovod)
+    if transport.world_size > 1 and transport.stream_ordered and (own_pace or timed or collective.several):
+        name = "sharded" if settings.collective == "auto" else settings.collective
+        parts = f"fusion={settings.fusion.name!r}" if own_pace or timed else f"collective={name!r}"
+        needed.append(_needs_of_several_communicators(parts, own_pace, os.environ))
+    return filter(None, needed)

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from lightning_safusion import SAFusionStrategy
-from lightning_safusion.integration.agreement import ddp_options
+from lightning_safusion.integration.options import ddp_options
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 

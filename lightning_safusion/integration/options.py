@@ -1,0 +1,108 @@
+"""Options of DDP and of training: which are refused, and which must be the same on all workers of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_safusion.lookup import suggestion
+
+#: Options of DDP under which the strategy would not see every gradient. LightningCLI passes every option with its
+#: default, so only other values are refused.
+REFUSED_OPTIONS: dict[str, str] = {
+    "ddp_comm_hook": "the strategy is the communication hook; use DDPStrategy for another one",
+    "ddp_comm_state": "the strategy is the communication hook; use DDPStrategy for another one",
+    "ddp_comm_wrapper": "the wire format is chosen with wire='bf16' or wire='fp16'",
+    "model_averaging_period": "gradients are exchanged in every step; use DDPStrategy for post-local SGD",
+    "skip_all_reduce_unused_params": "every parameter must reach the communication hook",
+    "bucket_cap_mb_list": "every parameter has a bucket of its own; fusion=... decides what is sent together",
+    "delay_all_reduce_named_params": "every parameter must reach the communication hook; use dense=[...] for "
+    "exceptions",
+    "param_to_hook_all_reduce": "every parameter must reach the hook; use dense=[...] for exceptions",
+    "mixed_precision": "use Trainer(precision=...), which this strategy supports",
+}
+# A process group is another object in every process, and each has devices of its own.
+_OWN = {"module", "device_ids", "output_device", "process_group", "device_mesh"}
+
+
+def refuse_options(options: dict[str, Any], own: list[str]) -> None:
+    """Refuses options that contradict the strategy, and names that neither it nor DDP has.
+
+    Args:
+        options: Keyword arguments for DDPStrategy and DistributedDataParallel.
+        own: Names of the strategy's own arguments, for suggestions.
+
+    Raises:
+        MisconfigurationException: If an option contradicts the strategy.
+        TypeError: If there is no such option.
+    """
+    for name, reason in REFUSED_OPTIONS.items():
+        value = options.get(name)
+        if value is not None and value is not False:
+            raise MisconfigurationException(f"SAFusionStrategy does not take {name}={value!r}: {reason}.")
+    known = {*signature(DDPStrategy.__init__).parameters, *signature(DistributedDataParallel).parameters}
+    for name in options:
+        if name not in known | REFUSED_OPTIONS.keys():
+            hint = suggestion(name, [*own, *known])
+            raise TypeError(f"SAFusionStrategy has no argument {name!r}, nor has DistributedDataParallel.{hint}")
+
+
+def refuse_python_reducer() -> None:
+    """Raises :class:`MisconfigurationException` if Dynamo is set to bypass DDP's buckets."""
+    if torch._dynamo.config.optimize_ddp == "python_reducer":
+        raise MisconfigurationException(
+            "torch._dynamo.config.optimize_ddp='python_reducer' bypasses DDP's buckets, which this strategy "
+            "works on; set it to True (the default) or False."
+        )
+
+
+def ddp_options(given: Mapping[str, Any]) -> dict[str, str]:
+    """Every option of DistributedDataParallel as text: those given, and the defaults of the others."""
+    known = signature(DistributedDataParallel).parameters
+    options = {name: parameter.default for name, parameter in known.items()} | dict(given)
+    return {name: _text(value) for name, value in options.items() if name not in _OWN}
+
+
+def training_options(trainer: Trainer, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """What decides when gradients are exchanged and what they are used for, as text; of ``optimizers`` all options."""
+    options: dict[str, Any] = {
+        "precision": trainer.precision,
+        "automatic_optimization": getattr(module, "automatic_optimization", None),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+    }
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's callback connector
+    schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+    if schedules:
+        options["gradient accumulation schedule"] = [list(each.items()) for each in schedules]
+    options["optimizers"] = ", ".join(type(optimizer).__qualname__ for optimizer in optimizers)
+    for number, optimizer in enumerate(optimizers):
+        name = f"optimizer {number} ({type(optimizer).__qualname__})"
+        for place, group in enumerate(optimizer.param_groups):
+            options[f"{name}, group {place}, parameters"] = len(group["params"])
+            options |= {f"{name}, group {place}, {key}": group[key] for key in sorted(group) if key != "params"}
+    return {name: _text(value) for name, value in options.items()}
+
+
+def _text(value: Any) -> str:
+    """The same text in every process for the same value."""
+    if isinstance(value, str):  # also the names of an enumeration
+        return str(getattr(value, "value", value))
+    if isinstance(value, (bool, int, float, type(None))):
+        return repr(value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return repr(value.item())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return type(value).__qualname__
