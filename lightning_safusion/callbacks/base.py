@@ -100,12 +100,7 @@ class StepSampler(StrategyCallback, Generic[_F]):
 
     @abstractmethod
     def _values(self, figures: _F, step: int) -> dict[str, float]:
-        """What is logged, on all ranks.
-
-        Args:
-            figures: Of all windows of this batch, summed over ranks.
-            step: At which Lightning logs its own values.
-        """
+        """What is logged, on all ranks, of all windows of a batch; ``step``: at which Lightning logs its own values."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -22,14 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_safusion.__about__ import __version__
-from lightning_safusion.callbacks.base import (
-    StrategyCallback,
-    check_every,
-    print_table,
-    run_directory,
-    run_id,
-    writing,
-)
+from lightning_safusion.callbacks.base import StrategyCallback, check_every, print_table, run_directory, run_id, writing
 from lightning_safusion.literal import plural
 from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means, build_table
 from lightning_safusion.profiling.overlap_file import FILE, Overlap

@@ -25,14 +25,10 @@ class TensorSums:
     """Sums over windows, and over ranks where they have been reduced, for each of T tensors.
 
     Float64 holds every count below 2^53 exactly, so that one reduction carries counts and energies.
-
-    Args:
-        names: Parameter names, in registration order.
-        sums: float64 [rows, T].
     """
 
-    names: tuple[str, ...]
-    sums: Tensor
+    names: tuple[str, ...]  # parameter names, in registration order
+    sums: Tensor  # float64 [rows, T]
 
     def __add__(self, other: Self) -> Self:
         if self.names != other.names:

@@ -136,35 +136,20 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class BufferRow:
-    """Means of one buffer over the steps that had the same plan; seconds that were not measured are NaN.
+    """Means of one buffer over the steps that had the same plan; seconds that were not measured are NaN."""
 
-    Args:
-        tensors: Names, in ready order.
-        collective: ``"allgather"``, ``"allreduce"`` or ``"stream"``.
-        elements: Elements of its tensors.
-        capacity: Elements that its message has room for.
-        bytes_sent: Bytes that this rank gave to the collective.
-        bytes_received: Bytes that it received.
-        steps: Steps that the means are over.
-        ready_s: Seconds from the beginning of the first backward pass to its last gradient.
-        select_s: Seconds of compensation, selection and packing.
-        exchange_s: Seconds of the collective.
-        exposed_s: Seconds of it for which the backward pass stood still.
-        decode_s: Seconds of decoding.
-    """
-
-    tensors: tuple[str, ...]
-    collective: str
-    elements: int
-    capacity: int
-    bytes_sent: int
-    bytes_received: int
-    steps: int
-    ready_s: float
-    select_s: float
-    exchange_s: float
-    exposed_s: float
-    decode_s: float
+    tensors: tuple[str, ...]  # names, in ready order
+    collective: str  # ``"allgather"``, ``"allreduce"`` or ``"stream"``
+    elements: int  # elements of its tensors
+    capacity: int  # elements that its message has room for
+    bytes_sent: int  # bytes that this rank gave to the collective
+    bytes_received: int  # bytes that it received
+    steps: int  # steps that the means are over
+    ready_s: float  # seconds from the beginning of the first backward pass to its last gradient
+    select_s: float  # seconds of compensation, selection and packing
+    exchange_s: float  # seconds of the collective
+    exposed_s: float  # seconds of it for which the backward pass stood still
+    decode_s: float  # seconds of decoding
 
 
 def buffer_means(steps: Sequence[StepTimeline]) -> list[BufferRow]:

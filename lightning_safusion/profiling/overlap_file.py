@@ -27,46 +27,26 @@ class Overlap:
     The file also has ``version`` and, computed from ``ranks``, ``mean`` (over ranks), ``slowest_rank`` and ``skew_s``
     (its own work, less that of the median rank). Numbers that do not exist, as those of the exchange with plain DDP,
     are left out or null.
-
-    Args:
-        run: When the fit began, in seconds since 1970; the same in all files of a fit.
-        system: Name of the system.
-        world_size: Workers.
-        device: Type of their device.
-        plain_ddp: Why plain DDP was used; None if it was not.
-        density: Density asked for in the latest step; None with plain DDP.
-        settings: Of the strategy, as text.
-        profiler: Settings of the profiler.
-        versions: By package.
-        command: How the process was started (``sys.argv``).
-        steps: The last 1000 recorded steps of rank 0, by number.
-        ranks: Means of every rank over the latest round of recorded steps.
-        buffers: Of rank 0, in launch order.
-        plan: In use at the end; in the file ``[number of tensors, collective]`` of each buffer.
-        costs: The agreed costs from which it was made; None with plain DDP.
-        timeline: The latest recorded step of rank 0.
-        decisions: The latest decisions on the buffers' sizes, oldest first.
-        clocks: ``offset_s`` and ``error_s`` of each rank's clock against rank 0's.
     """
 
-    run: float
+    run: float  # when the fit began, in seconds since 1970; the same in all files of a fit
     system: str
     world_size: int
-    device: str
-    plain_ddp: str | None
-    density: float | None
-    settings: dict[str, str]
-    profiler: dict[str, Any]
-    versions: dict[str, str]
-    command: str
-    steps: dict[int, StepFigures]
-    ranks: RankFigures
-    buffers: tuple[BufferRow, ...]
-    plan: Plan | None
-    costs: GroupCosts | None
-    timeline: StepTimeline | None
-    decisions: tuple[Decision, ...]
-    clocks: dict[str, list[float]]
+    device: str  # its type
+    plain_ddp: str | None  # why plain DDP was used; None if it was not
+    density: float | None  # density asked for in the latest step; None with plain DDP
+    settings: dict[str, str]  # of the strategy, as text
+    profiler: dict[str, Any]  # settings of the profiler
+    versions: dict[str, str]  # by package
+    command: str  # how the process was started (``sys.argv``)
+    steps: dict[int, StepFigures]  # the last 1000 recorded steps of rank 0, by number
+    ranks: RankFigures  # means of every rank over the latest round of recorded steps
+    buffers: tuple[BufferRow, ...]  # of rank 0, in launch order
+    plan: Plan | None  # in use at the end; in the file ``[number of tensors, collective]`` of each buffer
+    costs: GroupCosts | None  # the agreed costs from which it was made; None with plain DDP
+    timeline: StepTimeline | None  # the latest recorded step of rank 0
+    decisions: tuple[Decision, ...]  # the latest decisions on the buffers' sizes, oldest first
+    clocks: dict[str, list[float]]  # ``offset_s`` and ``error_s`` of each rank's clock against rank 0's
 
     def to_dict(self) -> dict[str, Any]:
         """The content of the file: plain values, null for NaN."""

@@ -13,18 +13,12 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class TraceTensor:
-    """One parameter.
+    """One parameter."""
 
-    Args:
-        name: Its name in the model.
-        shape: Its shape.
-        backward: Seconds of backward between the gradient before it and its own.
-        forward: Seconds of forward that need this parameter, and those of layers without parameters before the next.
-    """
-
-    name: str
+    name: str  # its name in the model
     shape: tuple[int, ...]
-    backward: float
+    backward: float  # seconds of backward between the gradient before it and its own
+    # seconds of forward that need this parameter, and those of layers without parameters before the next
     forward: float = 0.0
 
     @property
@@ -37,20 +31,15 @@ class TraceTensor:
 class Trace:
     """One training iteration of one worker, without any exchange.
 
-    Args:
-        name: Of the job.
-        tensors: In the order in which their gradients get ready; the forward pass goes the other way.
-        optimizer: Seconds of the optimizer's step.
-        source: Where the times come from, in words.
-
     Raises:
         ValueError: If there is no tensor, or a time is negative or not finite.
     """
 
-    name: str
+    name: str  # of the job
+    # in the order in which their gradients get ready; the forward pass goes the other way
     tensors: tuple[TraceTensor, ...]
-    optimizer: float = 0.0
-    source: str = ""
+    optimizer: float = 0.0  # seconds of the optimizer's step
+    source: str = ""  # where the times come from, in words
 
     def __post_init__(self) -> None:
         if not self.tensors:
