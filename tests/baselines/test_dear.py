@@ -9,7 +9,6 @@ Covers: the same weights and states as settled at once (bit for bit) and as DDP,
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.baselines.watch import ParameterWatch
+from tests.integration.test_history import Lines
 from tests.process_group import run_ranks
 from tests.quick import quick_of
 from tests.resume import At, InGroup, StepModel, parameters, run, saving
@@ -290,23 +290,24 @@ def test_checkpoints_hold_settled_weights_and_resume_bitwise(tmp_path: Path) -> 
 
 
 class Fails(Model):
+    """In its last step, before the forward pass or after it."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early = early
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 3 and self.early:
+            raise ArithmeticError("no more")
         loss = super().training_step(batch, batch_idx)
         if self.global_step == 3:
             raise ArithmeticError("no more")
         return loss
 
 
-class FailsEarly(Model):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_step == 3:
-            raise ArithmeticError("no more")
-        return super().training_step(batch, batch_idx)
-
-
 def failed(rank: int) -> list[list[Tensor]]:
     results = []
-    for model in (Fails(), FailsEarly()):
+    for model in (Fails(early=False), Fails(early=True)):
         with pytest.raises(ArithmeticError, match="no more"):
             run(dear(), 5, model=model)
         assert all(type(module._parameters) is dict for module in model.modules())
@@ -322,7 +323,6 @@ def test_the_last_step_before_an_error_is_not_lost() -> None:
 
 
 def settle(trainer: Trainer) -> None:
-    assert isinstance(trainer.strategy, SAFusionStrategy)
     with torch.inference_mode():  # of which nothing may stay in the optimizer
         trainer.strategy.settle()
 
@@ -398,14 +398,10 @@ REASONS: dict[str, tuple[Callable[[], Any], tuple[Callback, ...], dict[str, Any]
 def told(rank: int, name: str) -> tuple[list[str], list[Tensor], list[Tensor]]:
     """What the strategy says, and the final weights, of DDP too."""
     build, callbacks, options = REASONS[name]
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a listener
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
-    weights = []
+    said, weights = Lines(), []
     for strategy in (dear(bucket_cap_mb=25), ddp()):
         weights.append(parameters(run(strategy, 3, *callbacks, model=build(), **options)))
-    return [text for text in said if "averaged when a backward pass ends" in text], *weights
+    return [text for text in said.lines if "averaged when a backward pass ends" in text], *weights
 
 
 @pytest.mark.parametrize("name", quick_of(REASONS, ("clipped", "SGD has step hooks", "optimization is manual")))

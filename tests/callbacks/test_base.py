@@ -1,4 +1,4 @@
-"""What all callbacks share: what they log, and files, of which an error of writing is a warning."""
+"""What all callbacks share: what they refuse, what they log, and files, of which an error of writing is a warning."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_safusion.callbacks import OverlapProfiler, TensorMissingRateMonitor
+from lightning_safusion.callbacks import (
+    BufferSizeTuner,
+    OverlapProfiler,
+    ReplicaConsistencyCheck,
+    TensorMissingRateMonitor,
+    TraceRecorder,
+)
 from tests.callbacks.test_missing_rate import strategy
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -40,3 +49,45 @@ def test_what_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> Non
         return fitting.global_step
 
     assert run_launched(2, run) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("callback", "does"),
+    [
+        (BufferSizeTuner(), "sizes the buffers of"),
+        (OverlapProfiler(), "times"),
+        (ReplicaConsistencyCheck(), "compares the replicas of"),
+        (TensorMissingRateMonitor(), "samples"),
+        (TraceRecorder(None), "records"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_another_strategy_is_refused(callback: Callback, does: str) -> None:
+    fitting = trainer(DDPStrategy(process_group_backend="gloo"), devices=1, callbacks=[callback])
+    message = rf"{does} SAFusionStrategy, got DDPStrategy: pass Trainer\(strategy=SAFusion"
+    with pytest.raises(MisconfigurationException, match=message):
+        callback.setup(fitting, TinyClassifier(), "fit")
+    callback.setup(fitting, TinyClassifier(), "test")  # no work outside of fit
+
+
+@pytest.mark.parametrize(
+    ("callback", "options", "message"),
+    [
+        (OverlapProfiler, {"every_n_steps": 0}, "every_n_steps must be 1 or more, got 0"),
+        (
+            OverlapProfiler,
+            {"every_n_steps": 5, "record_steps": 6},
+            "record_steps must be 1 to every_n_steps = 5, got 6",
+        ),
+        (ReplicaConsistencyCheck, {"every_n_steps": 0}, "every_n_steps must be 1 or more, got 0"),
+        (ReplicaConsistencyCheck, {"action": "stop"}, "unknown action 'stop'. Choose one of 'raise', 'warn'"),
+        (TensorMissingRateMonitor, {"every_n_steps": 0}, "every_n_steps must be 1 or more, got 0"),
+        (TensorMissingRateMonitor, {"worst": -1}, "worst is a number of rows, 0 or more, got -1"),
+        (TensorMissingRateMonitor, {"columns": 3}, "even number, 2 or more, got 3"),
+        (TraceRecorder, {"path": None, "record_steps": 0}, "record_steps must be 1 or more"),
+        (BufferSizeTuner, {"min_elements": -1}, "min_elements.*got -1"),
+    ],
+)
+def test_wrong_arguments_are_refused(callback: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        callback(**options)

@@ -1,7 +1,7 @@
 """TensorMissingRateMonitor in real trainings on two ranks.
 
 Covers: after fusion against before it; agreement with the strategy's report; cadence, accumulation, optimizers that
-    take turns; several loggers and none; plain DDP; freezing; checkpoints; forked processes; wrong arguments.
+    take turns; several loggers and none; plain DDP; freezing; checkpoints; forked processes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -70,7 +68,6 @@ def test_after_fusion_tensors_are_missing_and_before_fusion_none(system: str) ->
     def each(rank: int) -> Any:
         monitor = TensorMissingRateMonitor(every_n_steps=1)
         fit(monitor, strategy(system, memory="none"), Loudest(), limit_train_batches=6)
-        assert monitor.statistics is not None
         return monitor.statistics.rows()
 
     both = run_launched(2, each)
@@ -92,7 +89,6 @@ class Reports(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        assert isinstance(trainer.strategy, SAFusionStrategy)
         self.reports.append(trainer.strategy.figures())
 
 
@@ -100,7 +96,6 @@ def test_rates_agree_with_the_reports_of_all_ranks() -> None:
     def each(rank: int) -> Any:
         monitor, reports = TensorMissingRateMonitor(every_n_steps=1), Reports()
         fit(monitor, strategy(), limit_train_batches=10, callbacks=[reports])
-        assert monitor.statistics is not None
         return monitor.statistics.rates().mean(axis=0), [r["tensors_missing"] / r["tensors"] for r in reports.reports]
 
     (rates, first), (_, second) = run_launched(2, each)
@@ -132,7 +127,6 @@ def test_tensors_of_all_optimizers_are_sampled() -> None:
         monitor = TensorMissingRateMonitor(every_n_steps=4)
         chosen = strategy(find_unused_parameters=True)
         fit(monitor, chosen, TakeTurns(), limit_train_batches=6)
-        assert monitor.statistics is not None
         return [row.name for row in monitor.statistics.rows()], monitor.statistics.samples
 
     for names, samples in run_launched(2, each):
@@ -156,7 +150,6 @@ def test_tensors_may_come_later() -> None:
     def each(rank: int) -> Any:
         monitor = TensorMissingRateMonitor(every_n_steps=2)
         fit(monitor, strategy(), Unfrozen(), max_epochs=2, limit_train_batches=4)
-        assert monitor.statistics is not None
         return torch.from_numpy(monitor.statistics.rates()).isnan().tolist()
 
     for gaps in run_launched(2, each):
@@ -173,8 +166,6 @@ def test_a_resumed_training_continues_the_statistics(tmp_path: Path) -> None:
         again = TensorMissingRateMonitor(every_n_steps=2)
         second = trainer(strategy(), callbacks=[again], limit_train_batches=6, max_epochs=2)
         second.fit(TinyClassifier(), classification(), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
-        assert monitor.statistics is not None
-        assert again.statistics is not None
         return monitor.statistics.rates().tolist(), again.statistics.rates().tolist(), again.statistics.rows()
 
     results = run_launched(2, each)
@@ -199,7 +190,6 @@ def test_the_state_of_another_model_is_ignored() -> None:
     assert monitor.statistics is mine
     loaded = TensorMissingRateMonitor()
     loaded.load_state_dict(other.state_dict())  # without a trainer, to look at it
-    assert loaded.statistics is not None
     assert loaded.statistics.names[0] == "loud.weight"
 
 
@@ -210,7 +200,6 @@ def test_plain_ddp_is_logged_once_and_nothing_is_sampled(caplog: pytest.LogCaptu
     said = [record.message for record in caplog.records if "TensorMissingRateMonitor" in record.message]
     assert len(said) == 1
     assert "plain DDP sends every tensor dense" in said[0]
-    assert monitor.statistics is not None
     assert monitor.statistics.samples == 0
     assert not (tmp_path / "none.png").exists()
 
@@ -247,15 +236,3 @@ def test_processes_of_the_trainer_leave_a_picture_and_a_table(
     assert printed.count("Tensors missing:") == 1
     assert "net.1.weight" in printed
     assert monitor.statistics is None  # this process has not trained
-
-
-def test_wrong_arguments_and_strategies_are_refused() -> None:
-    for options, message in [
-        ({"every_n_steps": 0}, "every_n_steps must be 1 or more, got 0"),
-        ({"worst": -1}, "worst is a number of rows, 0 or more, got -1"),
-        ({"columns": 3}, "even number, 2 or more, got 3"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            TensorMissingRateMonitor(**options)
-    with pytest.raises(MisconfigurationException, match="samples SAFusionStrategy, got DDPStrategy"):
-        fit(TensorMissingRateMonitor(), DDPStrategy(process_group_backend="gloo"), devices=1)

@@ -2,7 +2,7 @@
 
 Covers: equal replicas with every system, precision and dtype; the tensor and the ranks are named, and all ranks raise;
     warnings; optimizer state and buffers on request; NaNs; state that one rank lacks; the check at the end; a process
-    alone; wrong arguments.
+    alone.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -60,8 +57,8 @@ def fit(
     return None
 
 
-def everywhere(*before: Callback, world_size: int = 2, **options: Any) -> str | None:
-    """The error of a training with a check after every step, which must be the same on all ranks."""
+def everywhere(*before: Callback, world_size: int = 2, **options: Any) -> str:
+    """The error of a training with a check after every step, which must be the same on all ranks; empty without one."""
     model = options.pop("model", TinyClassifier)
     check = options.pop("check", {})
 
@@ -70,7 +67,7 @@ def everywhere(*before: Callback, world_size: int = 2, **options: Any) -> str | 
 
     errors = run_launched(world_size, each)
     assert len(set(errors)) == 1
-    return errors[0]
+    return errors[0] or ""
 
 
 class Everything(TinyClassifier):
@@ -102,13 +99,12 @@ def test_replicas_stay_equal() -> None:
 
 
 def test_parameters_of_every_kind_are_compared() -> None:
-    assert everywhere(model=Everything, check={"optimizer_state": True}) is None
+    assert not everywhere(model=Everything, check={"optimizer_state": True})
 
     def change(trainer: Trainer, model: Any) -> None:
         model.frozen[2] = 7.0
 
     error = everywhere(Break(change), model=Everything)
-    assert error is not None
     assert "parameter frozen on rank 1" in error
     assert "(largest difference nan)" in error
 
@@ -126,19 +122,9 @@ def test_the_first_tensor_and_the_ranks_are_named() -> None:
 
     breaks = [Break(one, rank=0), Break(more, rank=1), Break(less, rank=2)]
     error = everywhere(*breaks, world_size=3, devices=3)
-    assert error is not None
     expected = "The replicas differ after step 3: parameter net.0.bias on rank 1, 2 is not that of rank 0 (largest"
     assert error.startswith(expected)
     assert "difference 0.5); 2 of 7 tensors differ" in error
-
-
-def test_a_difference_in_the_last_bit_is_found() -> None:
-    def change(trainer: Trainer, model: Any) -> None:
-        model.net[1].weight[7] = torch.nextafter(model.net[1].weight[7], torch.tensor(9.0))
-
-    error = everywhere(Break(change))
-    assert error is not None
-    assert "parameter net.1.weight on rank 1" in error
 
 
 def test_an_update_that_one_rank_makes_alone_is_found_at_the_next_check() -> None:
@@ -146,11 +132,9 @@ def test_an_update_that_one_rank_makes_alone_is_found_at_the_next_check() -> Non
         model.net[1].weight += 0.5
 
     error = everywhere(Break(change, rank=0), check={"every_n_steps": 6})
-    assert error is not None
     assert "after step 6" in error
     assert "parameter net.1.weight on rank 1 is not that of rank 0" in error
     short = everywhere(Break(change), check={"every_n_steps": 100})
-    assert short is not None
     assert "after step 8" in short  # at the end
 
 
@@ -176,14 +160,12 @@ def test_optimizer_state_and_buffers_are_compared_on_request() -> None:
         trainer.optimizers[0].state[model.net[3].bias]["momentum_buffer"][0] += 1
 
     # training ends before the parameters follow
-    assert everywhere(Break(change), max_steps=3) is None
+    assert not everywhere(Break(change), max_steps=3)
     error = everywhere(Break(change), max_steps=3, check={"optimizer_state": True})
-    assert error is not None
     assert "momentum_buffer of net.3.bias in optimizer 0 on rank 1" in error
     assert "(largest difference 1)" in error
 
     error = everywhere(model=Everything, check={"buffers": True}, limit_train_batches=2)
-    assert error is not None
     assert "buffer norm.running_mean on rank 1" in error
 
 
@@ -192,7 +174,6 @@ def test_state_that_one_rank_lacks_is_named_and_no_rank_hangs() -> None:
         del trainer.optimizers[0].state[model.temperature]
 
     error = everywhere(Break(forget), max_steps=3, check={"optimizer_state": True})
-    assert error is not None
     assert "momentum_buffer of temperature in optimizer 0 on rank 1 is not that of rank 0 (missing" in error
 
 
@@ -212,7 +193,7 @@ def test_what_ddp_ignores_is_left_out() -> None:
         model.own.weight.zero_()
         model.own.count += 1
 
-    assert everywhere(Break(change), model=Local, check={"buffers": True}) is None
+    assert not everywhere(Break(change), model=Local, check={"buffers": True})
 
 
 def test_a_process_alone_is_equal_to_itself() -> None:
@@ -230,13 +211,3 @@ def test_a_second_fit_goes_on_counting_steps() -> None:
         fitting.fit(TinyClassifier(), classification())
         counts.append(check.checks)
     assert counts == [2, 3]  # after steps 5 and 8; 10, 15 and 16
-
-
-def test_wrong_arguments_and_strategies_are_refused() -> None:
-    with pytest.raises(ValueError, match="every_n_steps must be 1 or more, got 0"):
-        ReplicaConsistencyCheck(every_n_steps=0)
-    with pytest.raises(ValueError, match="unknown action 'stop'. Choose one of 'raise', 'warn'"):
-        ReplicaConsistencyCheck(action="stop")
-    fitting = trainer(DDPStrategy(process_group_backend="gloo"), devices=1, callbacks=[ReplicaConsistencyCheck()])
-    with pytest.raises(MisconfigurationException, match="replicas of SAFusionStrategy, got DDPStrategy"):
-        fitting.fit(TinyClassifier(), classification())

@@ -8,9 +8,7 @@ Covers: sizes follow from a bad start with every policy that counts tensors; key
 from __future__ import annotations
 
 import csv
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
@@ -32,6 +29,7 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Clock
 from lightning_safusion.fusion.plans.adaptive import Tuned
 from lightning_safusion.fusion.replan import Decision
+from tests.integration.test_history import Lines
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 from tests.quick import quick_of
@@ -56,32 +54,22 @@ class Unfreezes(Deep):
         self.net[0].requires_grad_(self.current_epoch > 0)
 
 
-@dataclass
-class Seen:
-    """What a rank has recorded of a fit."""
+class Seen(Callback):
+    """What a rank records of a fit: how many tensors each buffer holds, step by step, and what was decided and said."""
 
-    decisions: list[Decision]
-    plans: list[list[int]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    elements: list[int] = field(default_factory=list)  # of each buffer at the end
-    told: list[Decision] = field(default_factory=list)  # by the strategy, at the end
+    def __init__(self) -> None:
+        self.plans: list[list[int]] = []
+        self.elements: list[int] = []  # of each buffer at the end
+        self.told: list[Decision] = []  # by the strategy, at the end
+        self.decisions: list[Decision] = []  # of the tuner
+        self.lines: list[str] = []
 
     @property
     def actions(self) -> list[str]:
         return [decision.action for decision in self.decisions]
 
-
-class Plans(Callback):
-    """Records how many tensors each buffer holds, step by step."""
-
-    def __init__(self) -> None:
-        self.plans: list[list[int]] = []
-        self.told: list[Decision] = []
-        self.elements: list[int] = []
-
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        assert isinstance(trainer.strategy, SAFusionStrategy)
         self.plans.append(trainer.strategy.figures()["plan"])
         self.told = list(trainer.strategy.decisions)
         costs, numels = trainer.strategy.costs, 0
@@ -91,32 +79,18 @@ class Plans(Callback):
             numels += count
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    @override
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def fit(tuner: BufferSizeTuner | None, *more: Callback, model: LightningModule | None = None, **options: Any) -> Seen:
     """Trains, and returns what this rank has recorded."""
-    chosen = options.pop("strategy", None)
-    if not isinstance(chosen, DDPStrategy):
-        system = {"process_group_backend": "gloo", "fusion": Aligned(1), "collective": "allgather"}
-        chosen = SAFusionStrategy(**(system | (chosen or {})))
+    system = {"process_group_backend": "gloo", "fusion": Aligned(1), "collective": "allgather"}
+    chosen = SAFusionStrategy(**(system | options.pop("strategy", {})))
     path = options.pop("ckpt_path", None)
-    plans, handler = Plans(), Lines()
-    callbacks = [*more, *([tuner] if tuner is not None else []), plans]
+    seen, said = Seen(), Lines()
+    callbacks = [*more, *([tuner] if tuner is not None else []), seen]
     fitting = trainer(chosen, callbacks=callbacks, **({"limit_train_batches": 20} | options))
-    logging.getLogger("lightning.pytorch").addHandler(handler)
     fitting.fit(model or Deep(), classification(), ckpt_path=path)
-    lines = [line for line in handler.lines if "BufferSizeTuner" in line]
-    return Seen(tuner.decisions if tuner is not None else [], plans.plans, lines, plans.elements, plans.told)
+    seen.lines = [line for line in said.lines if "BufferSizeTuner" in line]
+    seen.decisions = tuner.decisions if tuner is not None else []
+    return seen
 
 
 class Delayed:
@@ -155,10 +129,11 @@ def quick(**options: Any) -> BufferSizeTuner:
 
 
 @pytest.mark.parametrize("system", quick_of(("saf-inter", "behind"), ("saf-inter",)))
-def test_one_buffer_per_tensor_is_left_where_messages_are_slow(system: str) -> None:
+def test_one_buffer_per_tensor_is_left_where_messages_are_slow(system: str, tmp_path: Path) -> None:
     def run(rank: int) -> Seen:
         slow_messages(0.008)
-        return fit(quick(), strategy={"system": system})
+        loggers = [CSVLogger(tmp_path, name=name, version=0) for name in "ab"]
+        return fit(quick(), strategy={"system": system}, logger=loggers, log_every_n_steps=1)
 
     seen = run_launched(2, run)
     assert seen[0].decisions == seen[1].decisions
@@ -167,11 +142,18 @@ def test_one_buffer_per_tensor_is_left_where_messages_are_slow(system: str) -> N
     switch, keep = seen[0].decisions[:2]
     assert switch.rival == 17
     assert keep.buffers == len(seen[0].plans[9]) < 9
-    assert keep.measured is not None
     assert keep.measured > 0
     assert len(seen[0].lines) == sum(action != "stay" for action in seen[0].actions)
     assert seen[1].lines == []
     assert "instead of 17 buffers" in seen[0].lines[0]
+    for name in "ab":
+        with (tmp_path / name / "version_0" / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        logged = [float(row["safusion/buffers"]) for row in rows if row.get("safusion/buffers")]
+        measured = [float(row["safusion/measured_gain"]) for row in rows if row.get("safusion/measured_gain")]
+        assert logged[-1] == seen[0].decisions[-1].buffers
+        assert measured == pytest.approx([d.measured for d in seen[0].decisions if d.measured is not None])
+        assert {"safusion/predicted_gain", "safusion/window_s"} <= rows[0].keys()
 
 
 @pytest.mark.slow
@@ -202,23 +184,6 @@ def test_adaptive_decides_in_the_same_way_without_it() -> None:
     seen = run_launched(2, run)
     assert seen[0].told == seen[1].told
     assert {decision.window for decision in seen[0].told} >= {5}
-
-
-def test_every_logger_gets_the_documented_keys(tmp_path: Path) -> None:
-    def run(rank: int) -> Seen:
-        slow_messages(0.008)
-        loggers = [CSVLogger(tmp_path, name=name, version=0) for name in "ab"]
-        return fit(quick(), logger=loggers, log_every_n_steps=1)
-
-    decisions = run_launched(2, run)[0].decisions
-    for name in "ab":
-        with (tmp_path / name / "version_0" / "metrics.csv").open() as file:
-            rows = list(csv.DictReader(file))
-        logged = [float(row["safusion/buffers"]) for row in rows if row.get("safusion/buffers")]
-        measured = [float(row["safusion/measured_gain"]) for row in rows if row.get("safusion/measured_gain")]
-        assert logged[-1] == decisions[-1].buffers
-        assert measured == pytest.approx([d.measured for d in decisions if d.measured is not None])
-        assert {"safusion/predicted_gain", "safusion/window_s"} <= rows[0].keys()
 
 
 def test_bounds_and_freeze_are_kept() -> None:
@@ -300,23 +265,19 @@ def test_where_there_is_nothing_to_measure_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("strategy", "text"),
     [
-        (DDPStrategy(process_group_backend="gloo"), r"DDPStrategy: pass Trainer\(strategy=SAFusionStrategy"),
         (SAFusionStrategy(fusion="wfbp"), "WFBP.*no sizes to choose: use 'adaptive'"),
         (SAFusionStrategy(system="saf-naive"), "Naive.*no sizes"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_with_the_way_out(strategy: DDPStrategy, text: str) -> None:
+def test_what_cannot_be_tuned_is_refused_with_the_way_out(strategy: SAFusionStrategy, text: str) -> None:
     fitting = trainer(strategy, devices=1, callbacks=[BufferSizeTuner()])
     with pytest.raises(MisconfigurationException, match=text):
         BufferSizeTuner().setup(fitting, Deep(), "fit")
-    BufferSizeTuner().setup(fitting, Deep(), "test")  # no work outside of fit
 
 
-@pytest.mark.parametrize("options", [{"trial_windows": 0}, {"min_elements": -1}])
-def test_wrong_numbers_are_refused_at_once(options: dict[str, Any]) -> None:
-    name, value = next(iter(options.items()))
-    with pytest.raises(ValueError, match=f"{name}.*got {value}"):
-        quick(**options)
+def test_wrong_numbers_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="trial_windows.*got 0"):
+        quick(trial_windows=0)
 
 
 def test_options_of_its_cadence_are_taken_one_by_one_for_one_more_release() -> None:

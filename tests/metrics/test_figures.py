@@ -22,10 +22,14 @@ from tests.cluster import SHAPES, Cluster, settings
 def make() -> Iterator[Callable[..., Cluster]]:
     clusters: list[Cluster] = []
 
-    def build(**options: Any) -> Cluster:
+    def build(steps: int = 0, **options: Any) -> Cluster:
+        """After so many steps with random gradients."""
         options = {"collective": "allgather", "fusion": "aligned"} | options
-        clusters.append(Cluster(2, lambda: settings(**options)))
-        return clusters[-1]
+        cluster = Cluster(2, lambda: settings(**options))
+        clusters.append(cluster)
+        for step in range(steps):
+            cluster.step(cluster.random_grads(step))
+        return cluster
 
     yield build
     for cluster in clusters:
@@ -34,7 +38,6 @@ def make() -> Iterator[Callable[..., Cluster]]:
 
 def figures(cluster: Cluster, rank: int = 0) -> TensorFigures:
     record = cluster.engines[rank].record
-    assert record is not None
     return window_figures(record)
 
 
@@ -56,10 +59,7 @@ def test_before_the_first_window_there_is_nothing(make: Callable[..., Cluster]) 
 
 
 def test_nothing_is_missing_before_fusion_and_small_tensors_are_after_it(make: Callable[..., Cluster]) -> None:
-    before_fusion, after_fusion = make(), make(scope="group")
-    for cluster in (before_fusion, after_fusion):
-        for step in range(4):
-            cluster.step(cluster.random_grads(step))
+    before_fusion, after_fusion = make(4), make(4, scope="group")
     got = figures(before_fusion)
     assert got.names == tuple(f"t{index}" for index in range(len(SHAPES)))
     empty = SHAPES.index((0,))
@@ -82,9 +82,7 @@ def test_nothing_is_missing_before_fusion_and_small_tensors_are_after_it(make: C
 def test_energy_and_error_are_those_of_what_was_selected_from(
     make: Callable[..., Cluster], memory: str, wire: str, scope: str
 ) -> None:
-    cluster = make(memory=memory, wire=wire, scope=scope)
-    for step in range(3):
-        cluster.step(cluster.random_grads(step))
+    cluster = make(3, memory=memory, wire=wire, scope=scope)
     grads = cluster.random_grads(9)[0]
     if memory == "none":
         x = [grad.double() for grad in grads]
@@ -110,29 +108,22 @@ def test_energy_and_error_are_those_of_what_was_selected_from(
 
 @pytest.mark.parametrize("options", [{"collective": "allreduce"}, {"density": 1.0}])
 def test_dense_tensors_have_no_error(make: Callable[..., Cluster], options: dict[str, Any]) -> None:
-    cluster = make(**options)
-    for step in range(3):
-        cluster.step(cluster.random_grads(step))
+    cluster = make(3, **options)
     got = figures(cluster)
     assert got.energy.sum() == got.error.sum() == got.missing.sum() == 0
     assert torch.equal(got.sent, got.elements)
 
 
 def test_errors_are_left_out_on_request(make: Callable[..., Cluster]) -> None:
-    cluster = make()
-    for step in range(2):
-        cluster.step(cluster.random_grads(step))
+    cluster = make(2)
     short = window_figures(cluster.engines[0].record, errors=False)
-    assert short is not None
     assert torch.equal(short.sums[:4], figures(cluster).sums[:4])
     assert short.sums[4:].abs().sum() == 0
     assert figures(cluster).energy[0] > 0
 
 
 def test_stale_tensors_count_on_no_rank_and_irregular_ones_neither(make: Callable[..., Cluster]) -> None:
-    cluster = make(scope="group")
-    for step in range(2):
-        cluster.step(cluster.random_grads(step))
+    cluster = make(2, scope="group")
     count = len(SHAPES)
     # t3 has a gradient on no rank, t6 on rank 1 only
     fresh = [[index not in (3, 6) for index in range(count)], [index != 3 for index in range(count)]]
@@ -145,9 +136,7 @@ def test_stale_tensors_count_on_no_rank_and_irregular_ones_neither(make: Callabl
 
 
 def test_a_window_that_is_not_finite_counts_on_no_rank(make: Callable[..., Cluster]) -> None:
-    cluster = make()
-    for step in range(2):
-        cluster.step(cluster.random_grads(step))
+    cluster = make(2)
     grads = cluster.random_grads(2)
     grads[1][4][0] = torch.nan
     cluster.step(grads)
@@ -168,9 +157,7 @@ def test_names_stay_in_registration_order_whatever_the_ready_order(make: Callabl
 
 
 def test_a_window_in_another_order_is_measured_against_the_memory_that_was_moved(make: Callable[..., Cluster]) -> None:
-    cluster = make()
-    for step in range(3):
-        cluster.step(cluster.random_grads(step))
+    cluster = make(3)
     held, grads = state(cluster, "residual"), cluster.random_grads(3)
     cluster.step(grads, order=[4, 9, 0, 2, 1, 3, 8, 7, 6, 5])
     got = figures(cluster)
@@ -182,9 +169,7 @@ def test_a_window_in_another_order_is_measured_against_the_memory_that_was_moved
 
 
 def test_sums_over_ranks_and_windows(make: Callable[..., Cluster]) -> None:
-    cluster = make(scope="group")
-    for step in range(4):
-        cluster.step(cluster.random_grads(step))
+    cluster = make(4, scope="group")
     both = [figures(cluster, rank) for rank in range(2)]
     total = both[0].reduced(lambda sums: sums.add_(both[1].sums))  # in place, as all-reduce
     assert torch.equal(total.sums, (both[0] + both[1]).sums)

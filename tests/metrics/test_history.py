@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from typing import Any
 
 import numpy as np
@@ -88,26 +87,10 @@ def test_the_picture_has_a_row_per_tensor() -> None:
     ax = figure.subplots()
     assert statistics.heatmap(ax=ax) is figure
     data = ax.images[0].get_array()
-    assert data is not None
     assert data.shape == (100, 1)
     assert data[7, 0] == 0.5
     assert len(ax.get_yticks()) <= 32
     figure.savefig("/dev/null", format="png")
-
-
-def test_matplotlib_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError(name)
-        return real(name, *args, **kwargs)
-
-    statistics = MissingRateStatistics(NAMES)
-    statistics.add(0, sample((1, 1, 1)))
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ModuleNotFoundError, match=r"lightning-safusion\[plot\]"):
-        statistics.heatmap()
 
 
 @pytest.mark.parametrize("columns", [0, 1, 7])

@@ -103,9 +103,7 @@ class Measured(TinyClassifier):
     @override
     def on_after_backward(self) -> None:
         strategy = self.trainer.strategy
-        assert isinstance(strategy, SAFusionStrategy)
         found = tensor_figures(strategy, errors=False)
-        assert found is not None
         self.missing.update(found)
         self.log("missing", self.missing, on_step=False, on_epoch=True)
 

@@ -73,8 +73,9 @@ def test_it_draws_into_given_axes() -> None:
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"lightning-safusion\[plot\]"):
-        plot_step(cpu_step())
+    for draw in (lambda: plot_step(cpu_step()), lambda: pictures.plot_rates(["a"], [1], [(0.0,)])):
+        with pytest.raises(ModuleNotFoundError, match=r"lightning-safusion\[plot\]"):
+            draw()
 
 
 def test_the_heat_map_is_grey_where_there_was_no_gradient() -> None:
