@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from typing_extensions import override
@@ -81,22 +82,12 @@ def test_after_fusion_tensors_are_missing_and_before_fusion_none(system: str) ->
         assert all(row.missing == 0 and row.error is not None for row in rows.values())
 
 
-class Reports(Callback):
-    """What the strategy itself reports of every step."""
-
-    def __init__(self) -> None:
-        self.reports: list[dict[str, Any]] = []
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self.reports.append(trainer.strategy.figures())
-
-
 def test_rates_agree_with_the_reports_of_all_ranks() -> None:
     def each(rank: int) -> Any:
-        monitor, reports = TensorMissingRateMonitor(every_n_steps=1), Reports()
-        fit(monitor, strategy(), limit_train_batches=10, callbacks=[reports])
-        return monitor.statistics.rates().mean(axis=0), [r["tensors_missing"] / r["tensors"] for r in reports.reports]
+        monitor, reports = TensorMissingRateMonitor(every_n_steps=1), []
+        watch = LambdaCallback(on_train_batch_end=lambda job, *_: reports.append(job.strategy.figures()))
+        fit(monitor, strategy(), limit_train_batches=10, callbacks=[watch])
+        return monitor.statistics.rates().mean(axis=0), [r["tensors_missing"] / r["tensors"] for r in reports]
 
     (rates, first), (_, second) = run_launched(2, each)
     assert rates.tolist() == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
@@ -134,22 +125,23 @@ def test_tensors_of_all_optimizers_are_sampled() -> None:
         assert samples == 3  # global_step counts both optimizers
 
 
-class Unfrozen(TinyClassifier):
-    """The last layer learns from the second epoch on."""
+class Unfreezes(TinyClassifier):
+    """One layer learns from the second epoch on, for which the model is wrapped anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: int) -> None:
         super().__init__()
-        self.net[3].requires_grad_(False)
+        self.layer = layer
+        self.net[layer].requires_grad_(False)
 
     @override
     def on_train_epoch_start(self) -> None:
-        self.net[3].requires_grad_(self.current_epoch > 0)
+        self.net[self.layer].requires_grad_(self.current_epoch > 0)
 
 
 def test_tensors_may_come_later() -> None:
     def each(rank: int) -> Any:
         monitor = TensorMissingRateMonitor(every_n_steps=2)
-        fit(monitor, strategy(), Unfrozen(), max_epochs=2, limit_train_batches=4)
+        fit(monitor, strategy(), Unfreezes(3), max_epochs=2, limit_train_batches=4)
         return torch.from_numpy(monitor.statistics.rates()).isnan().tolist()
 
     for gaps in run_launched(2, each):

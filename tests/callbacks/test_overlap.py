@@ -29,6 +29,7 @@ from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.fusion.events import Clock
 from lightning_safusion.profiling import StepFigures, load_timeline, merge_timelines
 from lightning_safusion.profiling.timeline import StepTimeline
+from tests.callbacks.test_missing_rate import Unfreezes
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 from tests.quick import quick_of
@@ -319,43 +320,28 @@ def kinds(steps: Sequence[StepTimeline]) -> list[list[str]]:
     return [[phase.name for phase in step.phases] for step in steps]
 
 
-class Unfreezing(TinyClassifier):
-    """Its first layer is trained from the second epoch on, for which the model is wrapped anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-
-    def on_train_epoch_start(self) -> None:
-        self.net[0].requires_grad_(self.current_epoch > 0)
-
-
-def train_all(rank: int, folder: Path) -> dict[str, OverlapProfiler]:
-    """Trainings of some kinds, one after the other."""
+def train_all(rank: int, folder: Path) -> dict[str, list[StepTimeline]]:
+    """The recorded steps of trainings of some kinds, one after the other."""
     every = {"accumulates": (4, 2), "turns": (4, 2), "wrapped": (6, 6), "again": (4, 2)}
     made = {kind: OverlapProfiler(*steps, folder / kind, table=False) for kind, steps in every.items()}
     fit(made["accumulates"], accumulate_grad_batches=2, max_steps=8)
     turns = SAFusionStrategy(**SPARSE, find_unused_parameters=True)
     fit(made["turns"], TakeTurns(), strategy=turns, max_steps=16)
-    fit(made["wrapped"], Unfreezing(), limit_train_batches=3, max_steps=6, max_epochs=2)
+    fit(made["wrapped"], Unfreezes(0), limit_train_batches=3, max_steps=6, max_epochs=2)
     for _ in range(2):
         fit(made["again"], max_steps=4)
-    return made
+    return {kind: profiler.steps for kind, profiler in made.items()}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder of these trainings; their steps and figures, of both ranks."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[StepTimeline]]]]:
+    """The folder of these trainings, and what both ranks have recorded."""
     folder = tmp_path_factory.mktemp("trainings")
-
-    def run(rank: int) -> dict[str, Any]:
-        return {kind: (each.steps, each.figures) for kind, each in train_all(rank, folder).items()}
-
-    return folder, run_launched(2, run)
+    return folder, run_launched(2, train_all, folder)
 
 
 def test_accumulated_batches_belong_to_one_step(trained: Any) -> None:
-    for steps, _ in (found["accumulates"] for found in trained[1]):
+    for steps in (found["accumulates"] for found in trained[1]):
         batch = ["data", "forward", "backward"]
         assert kinds(steps) == [[*batch, *batch, "optimizer"]] * 2
         assert [len(step.windows) for step in steps] == [1, 1]
@@ -363,13 +349,13 @@ def test_accumulated_batches_belong_to_one_step(trained: Any) -> None:
 
 
 def test_optimizers_that_take_turns_belong_to_one_step(trained: Any) -> None:
-    for steps, _ in (found["turns"] for found in trained[1]):
+    for steps in (found["turns"] for found in trained[1]):
         assert kinds(steps) == [["data", *["forward", "backward", "optimizer"] * 2]] * 2
         assert [len(step.windows) for step in steps] == [2, 2]
 
 
 def test_a_model_that_is_wrapped_anew_is_followed(trained: Any) -> None:
-    for steps, _ in (found["wrapped"] for found in trained[1]):
+    for steps in (found["wrapped"] for found in trained[1]):
         assert [sum(len(buffer.tensors) for buffer in step.buffers) for step in steps] == [5, 5, 5, 7, 7, 7]
 
 
