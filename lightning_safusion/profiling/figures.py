@@ -27,6 +27,7 @@ PARTS = {
 """Labels of the parts of a step, ``<part>_s`` of :class:`StepFigures`. On the CPU they add up to the step."""
 
 _VISIBLE = 5e-6  # seconds that the table does not round to 0
+_SHOWN = 5  # buffers of the table
 
 
 @dataclass(frozen=True)
@@ -176,8 +177,8 @@ def _buffer_times(step: StepTimeline) -> np.ndarray:
     return np.column_stack([moments[:, 0] - begin, lengths])
 
 
-def build_table(title: str, figures: RankFigures, buffers: Sequence[BufferRow], worst: int = 5) -> RenderableType:
-    """Where a step's time went, and the ``worst`` buffers: those that were exposed longest."""
+def build_table(title: str, figures: RankFigures, buffers: Sequence[BufferRow]) -> RenderableType:
+    """Where a step's time went, and the buffers that were exposed longest."""
     mean, (rank, skew) = figures.mean, figures.slowest
     table = _table(title)
     for column in ("", "ms, mean\nof ranks", "ms, longest\nof ranks", "share of\nthe step"):
@@ -195,7 +196,7 @@ def build_table(title: str, figures: RankFigures, buffers: Sequence[BufferRow], 
         remarks.append(f"{mean.overlap_ratio:.1%} of the exchange overlaps with computation.")
     if len(figures.ranks) > 1:
         remarks.append(f"Rank {rank} works longest, {skew * 1e3:.2f} ms longer than the median rank.")
-    late = sorted((row for row in buffers if row.exposed_s >= _VISIBLE), key=lambda row: -row.exposed_s)[:worst]
+    late = sorted((row for row in buffers if row.exposed_s >= _VISIBLE), key=lambda row: -row.exposed_s)[:_SHOWN]
     parts: list[RenderableType] = [table, " ".join(remarks)]
     return Group(*parts, _buffer_table(late, len(buffers))) if late else Group(*parts)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,21 +21,21 @@ from tests.resume import held_back, parameters, run, saving
 OLD = Path(__file__).parents[1] / "data" / "format_1"
 
 
-def _resume_old(rank: int, folder: Path) -> dict[str, Any]:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(OLD, tmp_path / "job"))
+
+
+def _resume_old(rank: int, folder: Path) -> tuple[list[str], int, bool]:
     with complaints() as said:
         resumed = run(ours(), 9, saving(folder / "again.ckpt", 4), ckpt=folder / "old.ckpt", deterministic=True)
         whole = run(ours(), 9, saving(folder / "whole.ckpt", 4), deterministic=True)
-    return {
-        "complaints": said,
-        "windows": resumed.strategy.figures()["windows"],
-        "same end": equal(parameters(resumed), parameters(whole)),
-    }
+    return said, resumed.strategy.figures()["windows"], equal(parameters(resumed), parameters(whole))
 
 
-def test_a_checkpoint_of_format_1_resumes_bit_for_bit(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(OLD, tmp_path / "job"))
+def test_a_checkpoint_of_format_1_resumes_bit_for_bit(folder: Path) -> None:
     results = run_ranks(2, _resume_old, folder)
-    assert [(result["complaints"], result["windows"]) for result in results] == [([], 9)] * 2
+    assert [(warned, windows) for warned, windows, _ in results] == [([], 9)] * 2
     old, again, whole = (torch.load(folder / f"{name}.ckpt", weights_only=True) for name in ("old", "again", "whole"))
     assert old["safusion"]["format"] == 1
     since = {"shares": [[], []], "first_windows": {"steps": 0.0, "share": 0.0, "began": 0}}
@@ -48,15 +47,14 @@ def test_a_checkpoint_of_format_1_resumes_bit_for_bit(tmp_path: Path) -> None:
             assert torch.equal(restored[name], residual), name
     # another processor or torch may have rounded the first four steps in another way
     if equal(list(whole["state_dict"].values()), list(old["state_dict"].values())):
-        assert all(result["same end"] for result in results)
+        assert all(same for *_, same in results)
 
 
 def _overwrite_old(rank: int, folder: Path) -> None:
     run(ours(), 5, saving(folder / "old.ckpt", 5), ckpt=folder / "old.ckpt")
 
 
-def test_parts_of_format_1_go_once_their_checkpoint_is_replaced(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(OLD, tmp_path / "job"))
+def test_parts_of_format_1_go_once_their_checkpoint_is_replaced(folder: Path) -> None:
     run_ranks(2, _overwrite_old, folder)
     nonce = torch.load(folder / "old.ckpt", weights_only=True)["safusion"]["nonce"]
     names = sorted(path.name for path in (folder / "old.ckpt.safusion").iterdir())
@@ -64,8 +62,7 @@ def test_parts_of_format_1_go_once_their_checkpoint_is_replaced(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_format_1_resumes_on_another_number_of_workers(tmp_path: Path, world_size: int) -> None:
-    folder = Path(shutil.copytree(OLD, tmp_path / "job"))
+def test_format_1_resumes_on_another_number_of_workers(folder: Path, world_size: int) -> None:
     results = run_ranks(world_size, _resume_on, folder)
     assert all(result == ([], 5) for result in results)
 

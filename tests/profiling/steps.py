@@ -49,10 +49,7 @@ def cpu_step(number: int = 7) -> StepTimeline:
     0 data 1 forward 4 backward 20 optimizer 22, ends at 23. Selection 6-7 and 12-13; exchange 7-10 and 13-18; decoding
     15-16 and 18-19.
     """
-    buffers = (
-        buffer(0, 2, (6.0, 7.0, 10.0, 15.0, 15.0, 16.0)),
-        buffer(2, 3, (12.0, 13.0, 18.0, 16.0, 18.0, 19.0)),
-    )
+    buffers = (buffer(0, 2, (6.0, 7.0, 10.0, 15.0, 15.0, 16.0)), buffer(2, 3, (12.0, 13.0, 18.0, 16.0, 18.0, 19.0)))
     phases = (
         Phase("data", 0.0, 1.0),
         Phase("forward", 1.0, 4.0),

@@ -26,15 +26,11 @@ from tests.process_group import run_ranks
 from tests.profiling.steps import cpu_step, plain_step, unrecorded
 
 
-def about(rank: int, run: float = 1.0, world_size: int = 2) -> dict[str, Any]:
-    return {
-        "run": run,
-        "rank": rank,
-        "world_size": world_size,
-        "host": "a",
-        "clock_offset_s": 0.0,
-        "clock_error_s": 0.0,
-    }
+def write(folder: Path, rank: int = 0, run: float = 1.0, world_size: int = 1, step: Any = None, **more: Any) -> Path:
+    """A rank's timeline of one step."""
+    about = {"run": run, "rank": rank, "world_size": world_size, "host": "a"}
+    about |= {"clock_offset_s": 0.0, "clock_error_s": 0.0}
+    return write_timeline(folder, timeline_events([step or cpu_step()], rank, **more), about)
 
 
 def of(events: list[dict[str, Any]], lane: str, phase: str = "X") -> list[tuple[str, float, float]]:
@@ -81,15 +77,15 @@ def test_times_are_of_the_first_ranks_clock() -> None:
 
 @pytest.mark.parametrize("step", [unrecorded(cpu_step()), plain_step()])
 def test_files_are_json_also_where_moments_are_unknown(tmp_path: Path, step: Any) -> None:
-    path = write_timeline(tmp_path, timeline_events([step], 0), about(0, world_size=1))
+    path = write(tmp_path, step=step)
     assert path.name == "timeline_rank_00000.json"
     assert json.loads(path.read_text())["displayTimeUnit"] == "ms"
 
 
 def test_the_command_merges_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
-        write_timeline(tmp_path, timeline_events([cpu_step()], rank, offset=100.0 + rank), about(rank))
-    write_timeline(tmp_path, timeline_events([cpu_step()], 2), about(2, run=0.5, world_size=3))  # of an older run
+        write(tmp_path, rank, world_size=2, offset=100.0 + rank)
+    write(tmp_path, 2, run=0.5, world_size=3)  # of an older run
     main(["timeline", str(tmp_path)])
     assert "perfetto" in capsys.readouterr().out
     merged = json.loads((tmp_path / "timeline.json").read_text())
@@ -101,7 +97,7 @@ def test_the_command_merges_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_merged_timeline_can_be_compressed(tmp_path: Path) -> None:
-    write_timeline(tmp_path, timeline_events([cpu_step()], 0), about(0, world_size=1))
+    write(tmp_path)
     path = merge_timelines(tmp_path, tmp_path / "all.json.gz")
     assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
@@ -109,7 +105,7 @@ def test_a_merged_timeline_can_be_compressed(tmp_path: Path) -> None:
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no timeline_rank_\*.json in .*OverlapProfiler writes"):
         merge_timelines(tmp_path)
-    write_timeline(tmp_path, timeline_events([cpu_step()], 1), about(1, world_size=4))
+    write(tmp_path, 1, world_size=4)
     with pytest.raises(ValueError, match="no timeline of rank 0, 2, 3"):
         merge_timelines(tmp_path)
     (tmp_path / "timeline_rank_00000.json").write_text('{"traceEvents": []}')
@@ -119,7 +115,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_files_below_the_loggers_directory_are_found(tmp_path: Path) -> None:
     (tmp_path / "safusion").mkdir()
-    write_timeline(tmp_path / "safusion", timeline_events([cpu_step()], 0), about(0, world_size=1))
+    write(tmp_path / "safusion")
     assert merge_timelines(tmp_path) == tmp_path / "safusion" / "timeline.json"
 
 
@@ -130,7 +126,7 @@ def test_a_trace_of_a_job_is_no_timeline_and_the_other_way_round(tmp_path: Path)
         SystemExit, match=r"trace.json is a job's trace, which safusion plan --trace reads: give the dir"
     ):
         main(["timeline", str(trace)])
-    path = write_timeline(tmp_path, timeline_events([cpu_step()], 0), about(0, world_size=1))
+    path = write(tmp_path)
     with pytest.raises(SystemExit, match=r"timeline_rank_00000.json is no directory: give the directory with"):
         main(["timeline", str(path)])
     with pytest.raises(SystemExit, match=r"timeline_rank_00000.json is a timeline of steps for Perfetto"):
