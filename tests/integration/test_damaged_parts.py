@@ -29,6 +29,11 @@ def clusters(request: pytest.FixtureRequest) -> Iterator[tuple[Cluster, Cluster]
         cluster.close()
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "a.ckpt"
+
+
 def save(cluster: Cluster, path: Path) -> dict[str, Any]:
     text = cluster.settings[0].describe()
     return cluster.each(lambda rank: checkpoint.save(cluster.engines[rank], text, path))[0]
@@ -82,9 +87,8 @@ CONTENT: dict[str, tuple[Change, str]] = {
 }
 
 
-def test_content_that_cannot_be_used_is_refused_on_all_ranks(clusters: tuple[Cluster, Cluster], tmp_path: Path) -> None:
+def test_content_that_cannot_be_used_is_refused_on_all_ranks(clusters: tuple[Cluster, Cluster], path: Path) -> None:
     saved, other = clusters
-    path = tmp_path / "a.ckpt"
     for name, (change, problem) in CONTENT.items():
         entry = save(saved, path)
         checkpoint.sweep(path, entry["nonce"])
@@ -98,11 +102,10 @@ def test_content_that_cannot_be_used_is_refused_on_all_ranks(clusters: tuple[Clu
         assert note.endswith("is lost")
 
 
-def test_a_flipped_bit_anywhere_is_noticed(clusters: tuple[Cluster, Cluster], tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_is_noticed(clusters: tuple[Cluster, Cluster], path: Path) -> None:
     saved, other = clusters
-    path = tmp_path / "a.ckpt"
     entry = save(saved, path)
-    file = part_file(tmp_path / "a.ckpt.safusion", 1)
+    file = part_file(Path(f"{path}.safusion"), 1)
     content = file.read_bytes()
     for place in range(0, len(content), len(content) // 40):
         damaged = bytearray(content)
@@ -114,9 +117,8 @@ def test_a_flipped_bit_anywhere_is_noticed(clusters: tuple[Cluster, Cluster], tm
     assert restore(other, [entry, entry], path) == []
 
 
-def test_residuals_that_are_not_finite_are_refused_by_name(clusters: tuple[Cluster, Cluster], tmp_path: Path) -> None:
+def test_residuals_that_are_not_finite_are_refused_by_name(clusters: tuple[Cluster, Cluster], path: Path) -> None:
     saved, other = clusters
-    path = tmp_path / "a.ckpt"
     for rank in range(2):
         residuals(saved, rank)["t3"].fill_(0.5)
     residuals(saved, 1)["t0"][3, 4] = float("nan")
@@ -131,10 +133,9 @@ def test_residuals_that_are_not_finite_are_refused_by_name(clusters: tuple[Clust
 
 
 def test_shapes_that_one_rank_cannot_take_in_are_told_of_and_empty_on_all(
-    clusters: tuple[Cluster, Cluster], tmp_path: Path
+    clusters: tuple[Cluster, Cluster], path: Path
 ) -> None:
     saved, other = clusters
-    path = tmp_path / "a.ckpt"
     entry = save(saved, path)
     rewrite(path, entry, 1, _set("memory", "residual", "t0", value=torch.ones(30, 40)))
     (note,) = restore(other, [entry, entry], path)
@@ -162,9 +163,8 @@ ENTRIES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_a_damaged_entry_is_an_error_on_all_ranks(clusters: tuple[Cluster, Cluster], tmp_path: Path, name: str) -> None:
+def test_a_damaged_entry_is_an_error_on_all_ranks(clusters: tuple[Cluster, Cluster], path: Path, name: str) -> None:
     saved, other = clusters
-    path = tmp_path / "a.ckpt"
     entry = save(saved, path)
     damaged = deepcopy(entry)
     change, problem = ENTRIES[name]
@@ -182,11 +182,9 @@ def test_a_damaged_entry_is_an_error_on_all_ranks(clusters: tuple[Cluster, Clust
     assert "delete the entry" in first
 
 
-def test_a_compressor_that_one_rank_cannot_restore_is_told_of(
-    clusters: tuple[Cluster, Cluster], tmp_path: Path
-) -> None:
+def test_a_compressor_that_one_rank_cannot_restore_is_told_of(clusters: tuple[Cluster, Cluster], path: Path) -> None:
     saved, other = clusters
-    entry = save(saved, tmp_path / "a.ckpt")
-    rewrite(tmp_path / "a.ckpt", entry, 1, _set("compressor", value={"threshold": 3}))
-    (note,) = restore(other, [entry, entry], tmp_path / "a.ckpt")
+    entry = save(saved, path)
+    rewrite(path, entry, 1, _set("compressor", value={"threshold": 3}))
+    (note,) = restore(other, [entry, entry], path)
     assert "the compressor of rank 1 begins anew: TopK keeps no state" in note
