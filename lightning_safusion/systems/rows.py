@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from lightning_safusion.baselines.hooks import DDPHookName
@@ -33,21 +34,12 @@ class System:
 
 @dataclass(frozen=True)
 class EngineSystem(System):
-    """Parts of the engine; an argument of the strategy replaces the part of its name.
+    """Parts of the engine by name, as in :class:`~lightning_safusion.fusion.settings.EngineSettings`.
+
+    An argument of the strategy replaces the part of its name.
 
     Args:
-        fusion: Grouping policy by name.
-        compressor: Sparsifier by name.
-        scope: ``"tensor"`` (before fusion) or ``"group"`` (after it).
-        quota: ``"proportional"``, ``"shared"``, ``"pooled"`` or ``"auto"``.
-        memory: Error feedback.
-        collective: One of ``comm.catalogue.COLLECTIVES``.
-        wire: Wire format.
-        dense_below: Tensors of fewer elements are dense.
-        dense_below_ndim: Tensors of fewer dimensions are dense.
-        offload: Select from tensors on a thread of the host.
-        select_by: Units in which elements are compared.
-        own_buffers: Keep the engine even if every buffer is dense: its buffers are compared with those of DDP.
+        dense_below, dense_below_ndim: Tensors of fewer elements, and of fewer dimensions, are dense.
     """
 
     fusion: str
@@ -101,6 +93,10 @@ GIVES_WAY: dict[str, tuple[str, Callable[[Any], bool]]] = {
 #: Tensors below this size (norms, biases) are a small share of the bytes; dense ones are never stale.
 SMALL = 512
 
+# Three families: sparse messages, of elements selected before or after fusion, or every gradient whole.
+_before_fusion = partial(EngineSystem, collective="allgather")
+_after_fusion = partial(EngineSystem, collective="allgather", scope="group")
+_dense = partial(EngineSystem, collective="allreduce", compressor="none", memory="none", own_buffers=True)
 _SAFUSION = "SAFusion, HPDC 2025"
 _SSFUSION = "SSFusion, ICDE 2026"
 _ROWS: tuple[EngineSystem | HookSystem, ...] = (
@@ -121,103 +117,78 @@ _ROWS: tuple[EngineSystem | HookSystem, ...] = (
         wire="q4",
         select_by="auto",
     ),
-    EngineSystem(
+    _before_fusion(
         "safusion-paper",
         "as safusion, with the paper's greedy buffer rule, no dense tensors, all-gather only",
         f"{_SAFUSION} (inter- and intra-worker)",
         "adaptive-paper",
-        collective="allgather",
     ),
-    EngineSystem(
+    _before_fusion(
         "saf-inter",
         "before fusion; a fixed number of tensors per buffer, the same on all workers",
         f"{_SAFUSION} (inter-worker)",
         "aligned",
-        collective="allgather",
     ),
-    EngineSystem(
+    _before_fusion(
         "saf-naive",
         "before fusion; buffers of a fixed capacity that fill at each worker's own pace",
         f"{_SAFUSION} (naive)",
         "naive",
         compressor="gaussiank",
-        collective="allgather",
     ),
-    EngineSystem(
+    _after_fusion(
         "fgbuff",
         "fuse, then select over the buffer; buffers by measured times",
         "FGBuff (predecessor of SAFusion), 2024",
         "adaptive",
-        scope="group",
-        collective="allgather",
     ),
-    EngineSystem(
+    _after_fusion(
         "behind",
         "fuse a fixed number of tensors, then select over the buffer: the traditional way",
         "sparsification after fusion, as SAFusion calls it",
         "aligned",
-        scope="group",
-        collective="allgather",
     ),
-    EngineSystem(
+    _before_fusion(
         "wfbp",
         "no fusion: every tensor is sparsified and sent alone as soon as it is ready",
         "Poseidon, USENIX ATC 2017, with sparsification",
         "wfbp",
-        collective="allgather",
     ),
-    EngineSystem(
+    _dense(
         "wfbp-dense",
         "no fusion: every tensor is reduced alone as soon as it is ready, dense",
         "Poseidon, USENIX ATC 2017",
         "wfbp",
-        compressor="none",
-        memory="none",
-        collective="allreduce",
-        own_buffers=True,
     ),
-    EngineSystem(
+    _dense(
         "mgwfbp",
         "a gradient waits for the next one where a message of its own would cost more than the wait, dense",
         "MG-WFBP, INFOCOM 2019 and TPDS 2021; costs measured in the job, and planned from once",
         "mgwfbp",
-        compressor="none",
-        memory="none",
-        collective="allreduce",
-        own_buffers=True,
     ),
-    EngineSystem(
+    _after_fusion(
         "omgs",
         "merge, then select over the buffer, where that delays less than the message it saves",
         "OMGS-SGD, INFOCOM 2020, with its planner, which the release has switched off; costs measured in the job",
         "omgs",
-        scope="group",
-        collective="allgather",
     ),
-    EngineSystem(
+    _after_fusion(
         "cupcake",
         "two buffers, selected from after fusion; the cut is searched by trying it out on the running job",
         "MergeComp, 2021, and Cupcake, MLSys 2023; judged by times that all ranks agree on",
         "cupcake",
-        scope="group",
-        collective="allgather",
     ),
-    EngineSystem(
+    _before_fusion(
         "horovod",
         "every tensor sparsified before fusion; whatever is ready on all workers at a tick of the clock is fused",
         "Horovod, 2018: 1 ms and 128 MiB, with sparsification",
         "horovod",
-        collective="allgather",
     ),
-    EngineSystem(
+    _dense(
         "horovod-dense",
         "whatever is ready on all workers at a tick of the clock is fused, dense",
         "Horovod, 2018: 1 ms and 128 MiB",
         "horovod",
-        compressor="none",
-        memory="none",
-        collective="allreduce",
-        own_buffers=True,
     ),
     EngineSystem(
         "hipress",
@@ -233,13 +204,11 @@ _ROWS: tuple[EngineSystem | HookSystem, ...] = (
         "espresso",
         own_buffers=True,
     ),
-    EngineSystem(
+    _after_fusion(
         "syncea",
         "one buffer for the whole model, selected from at the end of the backward pass",
         "the single-buffer baseline that FGBuff, SAFusion and SSFusion call SyncEA; no elastic averaging (see easgd)",
         "single",
-        scope="group",
-        collective="allgather",
     ),
     EngineSystem(
         "oktopk",
@@ -262,30 +231,27 @@ _ROWS: tuple[EngineSystem | HookSystem, ...] = (
     # from step to step (refresh=5), partial (fusion="selective": the same mechanism, which with one tensor per buffer,
     # as released, never leaves one dense) and hybrid (collective="hybrid": the release never launches that all-reduce).
     # Sparse messages are 6 bytes per element and not 12, and error feedback has no exceptions by name.
-    EngineSystem(
+    _before_fusion(
         "adtopk",
         "no fusion: every matrix sends the largest elements of each row, vectors are dense",
         "ADTopk, HPDC 2024",
         "wfbp",
         compressor="adtopk",
-        collective="allgather",
         dense_below_ndim=2,
     ),
     # All of SSFusion's published scripts train without error feedback, since they ignore that option; these rows have
     # it. Its buffers exceed the density, and its all-reduce is never launched: see Selective and HybridExchange.
-    EngineSystem(
+    _before_fusion(
         "ssfusion-naive",
         "before fusion, 20 buffers; small tensors of a buffer are dense, the others send as much less",
         f"{_SSFUSION} (selective sparsification)",
         "selective",
-        collective="allgather",
     ),
-    EngineSystem(
+    _before_fusion(
         "ssfusion-o",
         "the same; a thread of the host selects from tensors while others are computed",
         f"{_SSFUSION} (selective sparsification, offloaded)",
         "selective",
-        collective="allgather",
         offload=True,
     ),
     EngineSystem(

@@ -47,14 +47,11 @@ class JobParts:
 
 
 def read_row(text: str, hints: Mapping[str, Any]) -> tuple[EngineSystem | HookSystem, dict[str, Any]]:
-    """Reads a system with options in brackets; patterns of a list are separated by ``|``.
+    """Reads a system with options, such as ``"saf-pooled[wire=q4,density=0.1]"``; lists are separated by ``|``.
 
     Args:
-        text: Such as ``"saf-pooled[wire=q4,density=0.1]"``.
-        hints: Annotation of every option that there is.
-
-    Returns:
-        The system, and the options with values of the annotated types.
+        text: Of both.
+        hints: Annotation of every option that there is, of which the values are made.
 
     Raises:
         ValueError: If there is no such system or option, or an option cannot have its value.
