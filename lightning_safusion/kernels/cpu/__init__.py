@@ -29,7 +29,9 @@ from lightning_safusion.kernels.cpu.messages import (
     Codes,
     EliasFano,
     Message,
+    Outgoing,
     check_entries,
+    leaving,
     mark,
     marked,
     mean_into,
@@ -41,5 +43,5 @@ from lightning_safusion.kernels.cpu.messages import (
     take_out_message,
     values,
     write_elias_fano,
+    write_messages,
 )
-from lightning_safusion.kernels.cpu.shards import Outgoing, leaving, write_messages

@@ -83,15 +83,7 @@ def survey(x: np.ndarray, parts: Parts, wanted: Wanted) -> Survey:
 def _look(
     kernel: Any, runs: tuple[np.ndarray | None, ...], given: tuple[Any, ...], parts: Parts, wanted: Wanted
 ) -> Survey:
-    """One pass over all parts, on as many threads as it pays.
-
-    Args:
-        kernel: The compiled function.
-        runs: Its first arguments: arrays with one number for each part, or None.
-        given: Further arguments.
-        parts: Runs, cut for threads.
-        wanted: What to find.
-    """
+    """One pass over all parts; the kernel's arguments are ``runs``, one number for each part, and ``given``."""
     floors, room, kind, *_ = wanted
     number = len(parts.starts)
     cut = len(parts.firsts) != number and (floors is None or len(floors) != number)
@@ -103,6 +95,7 @@ def _look(
 
     def read(low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
         places, bits = empty(2 * (room + _SPARE), np.int32).reshape(2, -1)
+        first, second = (None, None) if sums is None else (address(each[low:high]) for each in sums)
         found: int = kernel(
             *(None if run is None else address(run[low:high]) for run in runs),
             *given,
@@ -111,8 +104,8 @@ def _look(
             high - low,
             None if floors is None else address(floors[low:high]),
             int(kind == "magnitudes"),
-            None if sums is None else address(sums[0, low:high]),
-            None if sums is None else address(sums[1, low:high]),
+            first,
+            second,
             places,
             bits,
             room,
@@ -127,13 +120,9 @@ def _look(
         return Survey(None, whole, *totals)
     places, bits, _ = found[0]
     if len(found) > 1:
-        places, bits = _joined([part[0] for part in found]), _joined([part[1] for part in found])
+        size = sum(map(itemgetter(2), found))
+        places, bits = (np.concatenate([part[i] for part in found], out=empty(size, np.int32)) for i in (0, 1))
     return Survey(Lists(places, bits, whole), whole, *totals)
-
-
-def _joined(lists: Sequence[np.ndarray]) -> np.ndarray:
-    """int32 lists, one behind the other."""
-    return np.concatenate(lists, out=empty(sum(map(len, lists)), np.int32))
 
 
 def weigh(x: np.ndarray, parts: Parts, weights: Weights, keys: np.ndarray) -> None:
@@ -164,10 +153,8 @@ def kth_largest(
 ) -> np.ndarray:
     """Bits (int32 [S]) of the magnitude that is the ``ranks``-th largest (1 to the size) of each run of int32 [N].
 
-    Args:
-        bits: int32 [N].
-        starts, sizes, ranks: int64 [S], of each run.
-        exact: Otherwise a magnitude that is no larger, and a little smaller at most, of short runs.
+    Of each run the start, the size and the rank, int64 [S]. Not ``exact``: a magnitude that is no larger, and a little
+    smaller at most, of short runs.
     """
     kth = np.empty(len(starts), np.int32)
     runs = (np.ascontiguousarray(each, np.int64) for each in (starts, sizes, ranks))
@@ -269,9 +256,7 @@ class Lists(NamedTuple):
     def number_above(self, floors: np.ndarray, known: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """How many (int64 [S]) of each list have bits of magnitude above its floor (int32 [S]).
 
-        Args:
-            floors: Those floors.
-            known, numbers: Other floors, and the numbers above these.
+        ``numbers`` are above the floors that are ``known``.
         """
         found, count = numbers.astype(np.int64), len(self.counts)
         floors, known = np.ascontiguousarray(floors, np.int32), np.ascontiguousarray(known, np.int32)

@@ -1,8 +1,8 @@
 /* What the sources of the compiled kernels share.
  *
  * Plain C without Python's headers: it is built where there is a compiler (setup.py), loaded with ctypes, which lets
- * other threads run meanwhile, and called by elements.py, messages.py and shards.py, which say what the arguments
- * mean. Vectors are the compiler's own (GCC and Clang): a function marked CLONES is compiled for several processors, and
+ * other threads run meanwhile, and called by elements.py and messages.py, which say what the arguments mean.
+ * Vectors are the compiler's own (GCC and Clang): a function marked CLONES is compiled for several processors, and
  * the loader takes the one that fits. Such functions are static, because Clang gives others a name of its own.
  *
  * Built with -ffp-contract=off: products and sums are rounded one by one, as PyTorch's are, so that workers with and

@@ -1,9 +1,8 @@
-"""Messages: their mean, and their formats (Elias and Fano's positions, bitmaps, codes of a few bits)."""
+"""Messages, also those of shards: their mean, and their formats (Elias and Fano's positions, bitmaps, codes)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,9 +130,9 @@ def mean_into(
     return all(shared(write, parts.sizes))
 
 
-def _together(messages: Sequence[Message]) -> np.ndarray:
-    """int64 [M * 14], what C is told of several messages."""
-    return np.concatenate([_NONE, *map(attrgetter("described"), messages)])
+def _together(messages: Sequence[Message] | Sequence[Outgoing]) -> np.ndarray:
+    """int64 [M * 14 or 17], what C is told of several messages."""
+    return np.concatenate([_NONE, *(message.described for message in messages)])
 
 
 def sound(messages: Sequence[Message]) -> bool:
@@ -256,3 +255,67 @@ def values(positions: np.ndarray, of: Codes, first: int = 0) -> np.ndarray | Non
     found = empty(len(positions), np.float32)
     parts = of.starts, len(of.starts), of.bits, of.codes, first, of.scales
     return found if kernels().safusion_values(positions, len(positions), *parts, found) else None
+
+
+class Outgoing:
+    """Where a message of Elias and Fano's positions and of codes is to be written, in arrays that stay where they are.
+
+    Args:
+        below, runs, low_bits, room, fields: See :func:`write_elias_fano`.
+        codes, field: For values; codes and scales lie in ``field``, uint8, all bytes of values.
+
+    Attributes:
+        described: int64 [17], ``struct outgoing``; holds as long as this does.
+    """
+
+    def __init__(
+        self, below: int, runs: np.ndarray, low_bits: int, room: int, fields: EliasFano, codes: Codes, field: np.ndarray
+    ) -> None:
+        self._held, self.room = (runs, fields, codes, field), room
+        ranks, high, low = fields
+        places = [at(ranks), ranks.nbytes, at(high), len(high), at(low), len(low)]
+        coded = [at(field), len(field), codes.bits, at(codes.scales), at(codes.starts), len(codes.starts)]
+        self.described = np.array([below, at(runs), len(runs), low_bits, room, *places, *coded], np.int64)
+
+
+def write_messages(
+    positions: np.ndarray, values: np.ndarray, counts: np.ndarray, messages: Sequence[Outgoing]
+) -> np.ndarray | None:
+    """Writes every byte of the fields of several messages: :func:`write_elias_fano` and :func:`quantize`.
+
+    Args:
+        positions: int32 or int64 [K], those for one message behind those for the one before.
+        values: float32 [K].
+        counts: int64, entries of each message.
+        messages: Where they are written.
+
+    Returns:
+        float32 [K], the decoded values; None if a message has no room for its entries, positions do not ascend or lie
+        in no run, or a value or scale is not finite in bfloat16. What was written is to be written again then.
+    """
+    if any(count > message.room for count, message in zip(counts.tolist(), messages, strict=True)):
+        return None
+    sent = empty(len(positions), np.float32)
+    given = positions, 8 * positions.itemsize, counts, values, _together(messages), len(messages)
+    return sent if kernels().safusion_write(*given, sent) == len(messages) else None
+
+
+def leaving(
+    sums: np.ndarray, parts: Parts, places: np.ndarray, delivered: np.ndarray, room: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """What is delivered, less the sums of some runs, where that is not zero: ascending positions, and values.
+
+    Args:
+        sums: float32 [S], those of the runs, one behind the other.
+        parts: The runs.
+        places: int64 [K], ascending positions in the runs.
+        delivered: float32 [K].
+        room: For so many elements.
+
+    Returns:
+        int64 and float32; None if there was no room, or positions do not ascend or lie in no run.
+    """
+    positions, values = empty(room, np.int64), empty(room, np.float32)
+    given = parts.starts, parts.sizes, len(parts.starts), places, delivered, len(places), room
+    found: int = kernels().safusion_leaving(sums, *given, positions, values)
+    return None if found < 0 else (positions[:found], values[:found])
