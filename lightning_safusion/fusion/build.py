@@ -124,8 +124,7 @@ def build_engine(
     """
     traits = traits or JobTraits()
     layout = Layout(tuple(specs))
-    settings.memory.world_size = transport.world_size
-    settings.memory.bind(layout.edges.tolist(), device)
+    settings.memory.bind(layout.edges.tolist(), device, transport.world_size)
     choice = find_collective(settings.collective).choice
     if choice == "auto" and settings.memory.lives_on_sparsity:
         choice = "allgather"

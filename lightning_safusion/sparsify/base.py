@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
-from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -92,25 +92,21 @@ class Segments:
         return span_segments(self.numel, min(self.capacity, self.numel), self.keys)
 
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def constant_of_segments(
-    work_out: Callable[Concatenate[Segments, _Parameters], _Result],
-) -> Callable[Concatenate[Segments, _Parameters], _Result]:
+def constant_of_segments(work_out: _Function) -> _Function:
     """Keeps the results of a pure function of segments and hashable arguments as long as the segments exist."""
-    known: WeakKeyDictionary[Segments, dict[Any, _Result]] = WeakKeyDictionary()
+    known: WeakKeyDictionary[Segments, dict[tuple[Hashable, ...], Any]] = WeakKeyDictionary()
 
     @wraps(work_out)
-    def constant(segments: Segments, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+    def constant(segments: Segments, *args: Hashable) -> Any:
         own = known.setdefault(segments, {})
-        key = (args, tuple(kwargs.items()))
-        if key not in own:
-            own[key] = work_out(segments, *args, **kwargs)
-        return own[key]
+        if args not in own:
+            own[args] = work_out(segments, *args)
+        return own[args]
 
-    return constant
+    return cast(_Function, constant)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.sparsify.base import Reads, Segments, Selection, Sparsifier, constant_of_segments, stable_hash
-from lightning_safusion.sparsify.selection.select import (
-    SegmentedView,
-    ThresholdSparsifier,
-    empty_selection,
-    largest,
-)
+from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier, empty_selection, largest
 from lightning_safusion.sparsify.selection.survey import SpanSurvey
 from lightning_safusion.sparsify.selection.view import device_constant
 

@@ -55,7 +55,7 @@ class GaussianK(ThresholdSparsifier):
         for _ in range(self.max_refine - 1):  # the count of the last trial would change nothing
             found = view.count_above(tau.float(), enough=most)
             few, many = found < fewest, found > most
-            if view.x.device.type == "cpu" and not (few | many).any():
+            if view.readable and not (few | many).any():
                 break
             tau = torch.where(few, 0.5 * tau, torch.where(many, 1.5 * tau, tau))
         return tau.float()
@@ -67,7 +67,7 @@ class GaussianK(ThresholdSparsifier):
         for _ in range(self.max_refine):
             found = view.count_above(tau.float(), enough=most)
             low, high = torch.where(found < fewest, low, tau), torch.where(found > most, high, tau)
-            if view.x.device.type == "cpu" and torch.equal(low, high):
+            if view.readable and torch.equal(low, high):
                 break
             # Once settled, low and high are tau, and so is their mean. As long as one of them is 0 or infinite the mean
             # is the paper's step.

@@ -57,7 +57,7 @@ class RedSync(ThresholdSparsifier):
             reached = view.count_above(trial.float()) >= view.quotas
             tau = torch.where(reached & ~enough, trial, tau)
             enough |= reached
-            if view.x.device.type == "cpu" and enough.all():
+            if view.readable and enough.all():
                 break
         return tau.float()
 
@@ -66,10 +66,10 @@ class RedSync(ThresholdSparsifier):
         low, high = mean.log(), peak.log()
         settled = view.quotas == 0
         for trials in range(math.ceil(-math.log2(self.tolerance))):
-            if view.x.device.type == "cpu" and settled.all():
+            if view.readable and settled.all():
                 break
             missing = tau == 0
-            if trials == _TRIALS_BEFORE_MEAN and (view.x.device.type != "cpu" or missing.any()):
+            if trials == _TRIALS_BEFORE_MEAN and (not view.readable or missing.any()):
                 enough = view.count_above(torch.where(missing, mean, tau).float()) >= view.quotas
                 tau = torch.where(missing & enough, mean, tau)
                 settled |= tau == 0

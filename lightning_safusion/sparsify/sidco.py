@@ -101,7 +101,7 @@ class SIDCo(ThresholdSparsifier):
         share = torch.log(self.first_ratio * sizes / quotas) / later.clamp(min=1)  # of the log-density, per stage
         open_ = (later > 0) & (quotas > 0)
         for done in range(most_stages - 1):
-            if view.x.device.type == "cpu" and not open_.any():
+            if view.readable and not open_.any():
                 break
             found, total, squares = view.tail_moments(tau)
             open_ &= (later > done) & (found >= 2)

@@ -8,6 +8,7 @@ distributions, not of samples.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from lightning_safusion.sparsify.base import span_segments
 from lightning_safusion.sparsify.selection.select import ThresholdSparsifier, segmented_view
 
 DENSITIES = (0.1, 0.05, 0.01, 0.001)
+NUMEL = 1_000_000  # elements of a large sample
 
 
 def _signed(magnitudes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -50,6 +52,12 @@ SAMPLERS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 def sample(name: str, numel: int, seed: int = 0) -> Tensor:
     """float32 [numel], a seeded sample."""
     return torch.from_numpy(SAMPLERS[name](np.random.default_rng(seed), numel).astype(np.float32))
+
+
+@cache
+def large_sample(name: str) -> Tensor:
+    """float32 [NUMEL], drawn once; not to be changed."""
+    return sample(name, NUMEL)
 
 
 TAIL_THRESHOLDS: dict[str, tuple[float, float, float, float]] = {
@@ -96,6 +104,8 @@ def found_ratio(sparsifier: ThresholdSparsifier, x: Tensor, density: float, step
     return view.count_above(sparsifier.thresholds(view, step)).item() / quota
 
 
-def count_tolerance(expected: float, quota: float) -> float:
-    """Five standard deviations of a count around ``expected`` quotas, and 3 %, as a difference of the ratio."""
-    return 5 * (expected / quota) ** 0.5 + 0.03 * expected
+def check_found(sparsifier: ThresholdSparsifier, name: str, density: float, expected: float) -> None:
+    """Of a large sample ``expected`` quotas are found, but for five standard deviations of a count, and 3 %."""
+    found = found_ratio(sparsifier, large_sample(name), density)
+    tolerance = 5 * (expected / (density * NUMEL)) ** 0.5 + 0.03 * expected
+    assert abs(found - expected) <= tolerance, (name, density, found, expected)

@@ -1,19 +1,41 @@
-"""What selections must be, written out: brute force over a sort, and inputs of every kind."""
+"""What selections must be, written out: brute force over a sort; inputs of every kind, and backends to compare."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.sparsify.base import Segments, Selection, check_selection
+from lightning_safusion.sparsify.selection.native import NativeView
+from lightning_safusion.sparsify.selection.survey import Foresight, History
+from lightning_safusion.sparsify.selection.torch_view import TorchView
+from lightning_safusion.sparsify.selection.view import NumpyView
+
+needs_kernels = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+BACKENDS = [
+    pytest.param(NumpyView, id="numpy"),
+    pytest.param(NativeView, id="native", marks=needs_kernels),
+    pytest.param(TorchView, id="torch"),
+]
+#: Whether compiled kernels are used, see :func:`kernels`.
+KERNELS = [pytest.param(True, marks=needs_kernels), False]
 
 
-def cut(sizes: Sequence[int], quotas: Sequence[int], pool: int = 0) -> Segments:
+def kernels(used: bool) -> AbstractContextManager[None]:
+    return nullcontext() if used else native.unused()
+
+
+def cut(sizes: Sequence[int], quotas: Sequence[int], pool: int = 0, keys: Sequence[Hashable] = ()) -> Segments:
+    """Segments of these sizes, one behind the other; keys count from 0 unless they are given."""
     edges = np.cumsum([0, *sizes], dtype=np.int64)
-    return Segments(edges, np.array(quotas, np.int64), tuple(range(len(sizes))), tuple((s,) for s in sizes), pool)
+    keys = tuple(keys or range(len(sizes)))
+    return Segments(edges, np.array(quotas, np.int64), keys, tuple((size,) for size in sizes), pool)
 
 
 def bits_of(x: Tensor) -> np.ndarray:
@@ -61,6 +83,40 @@ def check(selection: Selection, x: Tensor, expected: Sequence[int]) -> None:
     assert selection.indices[: len(expected)].tolist() == list(expected)
     chosen = x[selection.indices[: len(expected)]]
     assert torch.equal(selection.values[: len(expected)].view(torch.int32), chosen.view(torch.int32))
+
+
+def check_contract(selection: Selection, x: Tensor, segments: Segments) -> np.ndarray:
+    """Valid positions with the bits of ``x`` there, within every quota, and at least one each; int64 [M] counts."""
+    check_selection(selection, segments, "tested")
+    count = int(selection.count)
+    indices, values = selection.indices[:count], selection.values[:count]
+    assert torch.equal(values.view(torch.int32), x[indices].view(torch.int32))  # bitwise: NaN and -0 too
+    counts: np.ndarray = np.diff(np.searchsorted(indices.numpy(), segments.edges))
+    wanted = np.minimum(segments.quotas, segments.sizes)
+    assert segments.pool or (counts <= wanted).all()
+    assert (counts >= np.minimum(wanted, 1)).all()
+    return counts
+
+
+class Job:
+    """A memory to which gradients of some tensors are added, while what will be selected is looked for.
+
+    Args:
+        sizes: Of the tensors.
+        segments: The cut of the memory.
+    """
+
+    def __init__(self, sizes: Sequence[int], segments: Segments) -> None:
+        self.edges: list[int] = np.cumsum([0, *sizes]).tolist()
+        self.history, self.parts = History(segments), native.Parts.between(self.edges)
+        self.ahead, self.memory = Foresight(self.history, self.edges), torch.zeros(self.edges[-1])
+
+    def add(self, grads: Sequence[Tensor], compiled: bool = True) -> native.Survey | None:
+        """What was found in the memory while gradients were added."""
+        if compiled:
+            return native.add_finite(self.memory, self.parts, grads, 1.0, self.ahead.wanted()).found
+        self.memory += torch.cat(list(grads))
+        return None
 
 
 FINITE = ["plain", "bfloat16", "ties", "zeros", "few non-zeros", "constant", "denormals", "rising", "heavy tail"]

@@ -57,35 +57,6 @@ def test_every_row_sends_its_largest(rule: Rule) -> None:
         assert selection.count == quota
 
 
-def test_worked_example() -> None:
-    """Coverage of all rows, where global Top-k of the same size leaves one out."""
-    x = torch.tensor([1, -5, 2, 0, 0.1, 0.2, -0.3, 0.05, 4, 4, -4, 1])
-    segments = one_tensor((3, 4), 3)
-    assert ADTopk().quota(12, (3, 4), 0.25) == 3
-    selection = ADTopk().select(x, segments, 0)
-    assert selection.indices.tolist() == [1, 6, 8]
-    assert float(selection.values.square().sum()) == pytest.approx(41.09)
-    assert segmented_view(x, segments).top().indices.tolist() == [1, 8, 9]
-
-
-@pytest.mark.parametrize(
-    ("shape", "density", "rule", "share"),
-    [
-        ((64, 3, 7, 7), 0.01, "dim1", 1 / 3),  # rows of 3
-        ((64, 64, 3, 3), 0.01, "dim1", 1 / 64),
-        ((128, 128, 3, 3), 0.01, "dim1", 1 / 128),
-        ((256, 256), 0.01, "dim1", 2 / 256),
-        ((2048, 1024), 0.01, "dim1", 10 / 1024),
-        ((32, 1, 3, 3), 0.01, "dim1", 1.0),  # depthwise: rows of 1
-        ((64, 3, 7, 7), 0.01, "rows", 1 / 147),
-        ((3072, 768), 0.01, "longer", 30 / 3072),
-        ((3072, 768), 0.01, "dim1", 7 / 768),
-    ],
-)
-def test_density_that_the_row_rule_makes(shape: tuple[int, ...], density: float, rule: Rule, share: float) -> None:
-    assert ADTopk(rule).quota(math.prod(shape), shape, density) == round(share * math.prod(shape))
-
-
 def test_quota_of_nothing_is_nothing() -> None:
     assert ADTopk().quota(0, (0, 4), 0.1) == 0
     assert ADTopk("dim0").quota(0, (4, 0), 0.1) == 0
@@ -154,22 +125,9 @@ def test_a_threshold_is_kept_until_it_is_refreshed() -> None:
         assert selected(each, 7 / 16, 29) == above(399)  # nothing exceeds 180.5: the largest
 
 
-def test_what_there_is_nothing_to_refresh_of_is_refused() -> None:
-    with pytest.raises(ValueError, match="refresh=5 is about Top-k, which only interleave=True"):
-        ADTopk(refresh=5)
-    with pytest.raises(ValueError, match="refresh must be at least 1 step, got 0"):
-        ADTopk(interleave=True, refresh=0)
+def test_state_without_thresholds_is_refused() -> None:
     with pytest.raises(ValueError, match="ADTopk keeps no state, got"):
         ADTopk(interleave=True).load_state_dict({"keys": [0]})
-
-
-def test_rows_contract_like_their_share() -> None:
-    x = sample("uniform", 64 * 96)
-    for rule in RULES:
-        quota = ADTopk(rule).quota(x.numel(), (64, 96), 0.1)
-        selection = ADTopk(rule).select(x, one_tensor((64, 96), quota), 0)
-        left = float(x.square().sum() - selection.values.square().sum())
-        assert left <= (1 - quota / x.numel()) * float(x.square().sum())
 
 
 def test_several_tensors_of_a_span() -> None:
@@ -189,21 +147,8 @@ def test_several_tensors_of_a_span() -> None:
     assert torch.equal(selection.values, x[selection.indices])
 
 
-def test_pooled_quota_keeps_the_floors() -> None:
-    x = torch.cat([sample("gaussian", 100), 100 * sample("gaussian", 100, seed=1)])
-    segments = Segments(np.array([0, 100, 200]), np.array([2, 2]), (0, 1), ((10, 10), (10, 10)), pool=16)
-    selection = ADTopk().select(x, segments, 0)
-    assert selection.count == 20
-    assert int((selection.indices < 100).sum()) == 2
-
-
 def test_top_per_row_breaks_ties_by_position() -> None:
     rows = torch.tensor([[1.0, 1.0, 1.0], [2.0, 1.0, 2.0]])
     assert top_per_row(rows, 2).tolist() == [[True, False, False], [True, False, False]]
     assert top_per_row(rows, 3).tolist() == [[True, False, False], [True, False, True]]
     assert top_per_row(torch.ones(2, 3), 3).tolist() == [[True, True, False], [True, False, False]]
-
-
-def test_unknown_rule_is_named() -> None:
-    with pytest.raises(ValueError, match="columns"):
-        ADTopk("columns")  # type: ignore[arg-type]  # what is refused

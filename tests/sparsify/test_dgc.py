@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments, span_segments
+from lightning_safusion.sparsify.base import span_segments
 from lightning_safusion.sparsify.dgc import DGC, sample_start, sample_strides
 from lightning_safusion.sparsify.selection.select import segmented_view
 from tests.sparsify.distributions import SAMPLERS, found_ratio, sample
+from tests.sparsify.oracle import cut
 
 
 @pytest.mark.parametrize(
@@ -29,41 +27,6 @@ from tests.sparsify.distributions import SAMPLERS, found_ratio, sample
 )
 def test_stride_is_the_published_one(numel: int, quota: int, stride: int) -> None:
     assert sample_strides(span_segments(numel, quota), 0.01, 2).tolist() == [stride]
-
-
-def beta_binomial_cdf(draws: int, alpha: int, beta: int) -> np.ndarray:
-    """Distribution function of the beta-binomial law on 0..draws."""
-
-    def log_beta(a: Tensor, b: Tensor) -> Tensor:
-        return torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
-
-    j = torch.arange(draws + 1, dtype=torch.float64)
-    a, b = torch.tensor(float(alpha), dtype=torch.float64), torch.tensor(float(beta), dtype=torch.float64)
-    choose = -log_beta(j + 1, draws - j + 1) - math.log(draws + 1)
-    return torch.exp(choose + log_beta(j + a, draws - j + b) - log_beta(a, b)).cumsum(0).numpy()
-
-
-@pytest.mark.slow
-def test_number_found_follows_the_beta_binomial_law() -> None:
-    """N = s + BetaBinomial(d - n; s, n - s + 1) whatever the distribution (Kolmogorov-Smirnov, false alarm 1e-6)."""
-    numel, quota, trials = 5_000, 250, 1_200
-    stride = int(sample_strides(span_segments(numel, quota), 0.01, 2)[0])
-    rng = np.random.default_rng(3)
-    laws: dict[int, np.ndarray] = {}
-    ranks = np.empty(trials)
-    for trial in range(trials):
-        x = torch.from_numpy(rng.standard_t(3, numel).astype(np.float32))
-        view = segmented_view(x, span_segments(numel, quota))
-        found = int(view.count_above(DGC(max_iterations=0).thresholds(view, trial)))
-        samples = len(range(sample_start(0, trial, 0, stride), numel, stride))
-        taken = math.ceil(quota * samples / numel)
-        law = laws.setdefault(samples, beta_binomial_cdf(numel - samples, taken, samples - taken + 1))
-        below, upto = (law[found - taken - 1] if found > taken else 0.0), law[found - taken]
-        ranks[trial] = below + rng.uniform() * (upto - below)
-    ranks.sort()
-    grid = np.arange(trials) / trials
-    distance = max(np.max(ranks - grid), np.max(grid + 1 / trials - ranks))
-    assert distance < math.sqrt(-math.log(0.5e-6) / 2 / trials)
 
 
 @pytest.mark.parametrize(("numel", "quota"), [(5_000, 250), (50_003, 777)])
@@ -104,21 +67,6 @@ def test_too_high_a_threshold_is_lowered() -> None:
     assert all(after == before for before, after in zip(raw, lowered, strict=True) if before >= 0.8)
 
 
-@pytest.mark.parametrize("step", range(12))
-def test_re_selection_equals_top_k(step: int) -> None:
-    """Where at least a quota is found, the exact cut among the candidates is Top-k; else N < k are sent."""
-    x = sample("student3", 50_000, seed=step)
-    segments = span_segments(50_000, 100)
-    found = found_ratio(DGC(), x, 0.002, step)
-    selection = DGC().select(x, segments, step)
-    top = segmented_view(x, segments).top()
-    if found >= 1:
-        assert torch.equal(selection.indices, top.indices)
-    else:
-        assert selection.count == round(found * 100)
-        assert set(selection.indices.tolist()) < set(top.indices.tolist())
-
-
 def test_start_depends_on_seed_step_and_key_only() -> None:
     starts = {sample_start(seed, step, key, 1 << 40) for seed in (0, 1) for step in (0, 1) for key in (0, 1, "a", "b")}
     assert len(starts) == 16
@@ -133,28 +81,9 @@ def test_starts_cover_the_stride_evenly() -> None:
 
 
 def test_small_segments_are_sampled_whole_beside_large_ones() -> None:
-    sizes = [1, 30, 0, 100_000, 200]
-    quotas = np.array([1, 3, 0, 1_000, 0])
-    edges = np.concatenate([[0], np.cumsum(sizes)])
-    x = sample("gaussian", int(edges[-1]))
-    segments = Segments(edges, quotas, tuple("abcde"), tuple((size,) for size in sizes))
-    selection = DGC().select(x, segments, 4)
-    counts = np.diff(np.searchsorted(selection.indices.numpy(), edges))
+    segments = cut([1, 30, 0, 100_000, 200], [1, 3, 0, 1_000, 0], keys="abcde")
+    selection = DGC().select(sample("gaussian", segments.numel), segments, 4)
+    counts = np.diff(np.searchsorted(selection.indices.numpy(), segments.edges))
     assert counts[:3].tolist() == [1, 3, 0]
     assert 800 <= counts[3] <= 1_000
     assert counts[4] == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sample_ratio": 0.0}, "sample_ratio"),
-        ({"sample_ratio": 1.5}, "1.5"),
-        ({"tail_samples": 0}, "tail_samples"),
-        ({"lower": 1.0}, "lower"),
-        ({"max_iterations": -1}, "max_iterations"),
-    ],
-)
-def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DGC(**arguments)

@@ -29,8 +29,7 @@ def receive(memory: EF21Memory, mean: Tensor, good: Tensor | None = None) -> Ten
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 def test_what_is_selected_from_is_the_average_less_what_was_sent(momentum: float) -> None:
-    memory = EF21Memory(momentum)
-    bound(memory)
+    memory = bound(EF21Memory(momentum))
     average, sent = flat(0), torch.zeros(64)
     for step in range(5):
         compensate(memory, gradients(step))
@@ -41,9 +40,7 @@ def test_what_is_selected_from_is_the_average_less_what_was_sent(momentum: float
 
 
 def test_the_estimate_is_the_mean_of_what_the_workers_have_sent() -> None:
-    workers = [EF21Memory(), EF21Memory()]
-    for worker in workers:
-        bound(worker)
+    workers = [bound(EF21Memory()), bound(EF21Memory())]
     for step in range(6):
         for rank, worker in enumerate(workers):
             compensate(worker, gradients(10 * step + rank))
@@ -58,8 +55,7 @@ def test_the_estimate_is_the_mean_of_what_the_workers_have_sent() -> None:
 
 @pytest.mark.parametrize("good", [torch.tensor(False), torch.tensor(True)])
 def test_a_window_that_the_device_finds_bad_moves_nothing(good: Tensor) -> None:
-    memory = EF21Memory()
-    bound(memory)
+    memory = bound(EF21Memory())
     receive(memory, torch.ones(64))
     mean = torch.full((64,), 2.0) if good else torch.full((64,), torch.nan)
     receive(memory, mean, good)
@@ -67,16 +63,14 @@ def test_a_window_that_the_device_finds_bad_moves_nothing(good: Tensor) -> None:
 
 
 def test_only_pieces_that_are_settled_move() -> None:
-    memory = EF21Memory()
-    bound(memory)
+    memory = bound(EF21Memory())
     assert torch.equal(memory.received(7, 20, torch.ones(13)), torch.ones(13))
     memory.settle(7, 10)
     assert memory.state_dict()["estimate"].nonzero().flatten().tolist() == [7, 8, 9]
 
 
 def test_a_constant_gradient_becomes_the_estimate_and_stays() -> None:
-    memory = EF21Memory(momentum=0.0)
-    bound(memory)
+    memory = bound(EF21Memory(momentum=0.0))
     gradient = gradients(0)
     for step in range(13):  # five of 64 elements in a step
         compensate(memory, gradient)
@@ -88,9 +82,7 @@ def test_a_constant_gradient_becomes_the_estimate_and_stays() -> None:
 
 def test_a_first_gradient_that_is_withdrawn_was_never_there() -> None:
     for momentum in (0.0, 0.9):
-        memory, twin = EF21Memory(momentum), EF21Memory(momentum)
-        for each in (memory, twin):
-            bound(each)
+        memory, twin = bound(EF21Memory(momentum)), bound(EF21Memory(momentum))
         compensate(memory, gradients(0))
         for tensor, gradient in enumerate(gradients(0)):
             memory.withdraw(tensor, gradient)
@@ -101,9 +93,8 @@ def test_a_first_gradient_that_is_withdrawn_was_never_there() -> None:
 
 
 def test_without_momentum_a_withdrawn_gradient_leaves_the_next_one_what_it_was() -> None:
-    memory, twin = EF21Memory(0.0), EF21Memory(0.0)
+    memory, twin = bound(EF21Memory(0.0)), bound(EF21Memory(0.0))
     for each in (memory, twin):
-        bound(each)
         compensate(each, gradients(0))
         send(each, 0)
     compensate(memory, gradients(1))
@@ -115,9 +106,7 @@ def test_without_momentum_a_withdrawn_gradient_leaves_the_next_one_what_it_was()
 
 
 def test_a_first_gradient_of_zeros_does_not_count_after_a_restart_either() -> None:
-    memory, twin = EF21Memory(), EF21Memory()
-    for each in (memory, twin):
-        bound(each)
+    memory, twin = bound(EF21Memory()), bound(EF21Memory())
     compensate(memory, [torch.zeros_like(g) for g in gradients(0)])
     twin.load_state_dict({name: value.clone() for name, value in memory.state_dict().items()})
     for each in (memory, twin):
@@ -127,8 +116,7 @@ def test_a_first_gradient_of_zeros_does_not_count_after_a_restart_either() -> No
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_gradients_are_averaged_in_float32(dtype: torch.dtype) -> None:
-    memory = EF21Memory()
-    bound(memory)
+    memory = bound(EF21Memory())
     for step in range(3):
         compensate(memory, gradients(step, dtype))
     average = flat(0).to(dtype).float()

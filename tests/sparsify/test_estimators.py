@@ -1,10 +1,15 @@
-"""What every sparsifier promises, whatever its formula."""
+"""What every sparsifier promises, whatever its formula.
+
+Covers: the contract, with and without a pool; scales and orders; resumed runs; edge inputs; arguments that are refused;
+    backends, and the accelerator, for which no formula waits; defects of published implementations, which shall not
+    come back: a threshold of 0, a density that nobody asked for, positions beyond 2^24, a quota that is lost to
+    rounding.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_safusion.sparsify.adtopk import ADTopk
-from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, span_segments
+from lightning_safusion.sparsify.base import Segments, Sparsifier, element_quota, span_segments
 from lightning_safusion.sparsify.basic import NoCompression, RandomK, Threshold, TopK
 from lightning_safusion.sparsify.dgc import DGC
 from lightning_safusion.sparsify.gaussiank import GaussianK
@@ -24,6 +29,7 @@ from lightning_safusion.sparsify.selection.select import ThresholdSparsifier, se
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.sidco import SIDCo
 from tests.sparsify.distributions import SAMPLERS, sample
+from tests.sparsify.oracle import check_contract, cut
 
 ESTIMATORS: dict[str, Callable[[], ThresholdSparsifier]] = {
     "dgc": DGC,
@@ -35,8 +41,8 @@ ESTIMATORS: dict[str, Callable[[], ThresholdSparsifier]] = {
     "sidco-e": lambda: SIDCo("exponential", stages=2, correct=False),
     "sidco-gp": lambda: SIDCo("gamma_gpareto"),
     "sidco-adapt": lambda: SIDCo("exponential", stages=1, correct=False, adapt=True),
-    "oktopk": OkTopk,
-    "oktopk-step": lambda: OkTopk(control="step"),
+    "oktopk": lambda: OkTopk(refresh=8),
+    "oktopk-step": lambda: OkTopk(refresh=8, control="step"),
 }
 ALL: dict[str, Callable[[], Sparsifier]] = {
     "topk": TopK,
@@ -56,27 +62,8 @@ QUOTAS = (30, 1, 0, 1, 0, 40, 500)
 
 def several() -> tuple[Tensor, Segments]:
     """Seven segments: one empty, one left out, one whose quota is its size."""
-    edges = np.concatenate([[0], np.cumsum(SIZES)])
     x = torch.cat([sample(name, size, seed=9) for name, size in zip(SAMPLERS, SIZES, strict=False)])
-    return x, Segments(edges, np.array(QUOTAS), tuple(range(7)), tuple((size,) for size in SIZES))
-
-
-def check_contract(x: Tensor, segments: Segments, selection: Selection) -> np.ndarray:
-    """Unique ascending positions with their own values, within every quota, and at least one each; int64 [M] counts."""
-    count = int(selection.count)
-    indices = selection.indices[:count]
-    assert indices.dtype == torch.int64
-    assert bool((indices.diff() > 0).all())
-    assert count == 0 or (int(indices[0]) >= 0 and int(indices[-1]) < x.numel())
-    values = selection.values[:count]
-    assert torch.equal(values.view(torch.int32), x[indices].view(torch.int32))  # bitwise: NaN and -0 too
-    counts = np.diff(np.searchsorted(indices.numpy(), segments.edges))
-    wanted = np.minimum(segments.quotas, segments.sizes)
-    if not segments.pool:
-        assert (counts <= wanted).all()
-    assert (counts >= np.minimum(wanted, 1)).all()
-    assert count <= segments.capacity
-    return counts
+    return x, cut(SIZES, QUOTAS)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -85,7 +72,7 @@ def test_contract(name: str) -> None:
     before = x.clone()
     sparsifier = ALL[name]()
     for step in range(3):
-        counts = check_contract(x, segments, sparsifier.select(x, segments, step))
+        counts = check_contract(sparsifier.select(x, segments, step), x, segments)
         if not sparsifier.estimates:
             assert counts.tolist() == list(QUOTAS)
     assert torch.equal(x, before)
@@ -93,10 +80,9 @@ def test_contract(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_contract_with_a_pool(name: str) -> None:
-    x, segments = several()
-    pool = Segments(segments.edges, np.minimum(segments.quotas, 5), segments.keys, segments.shapes, pool=200)
-    sparsifier = ALL[name]()
-    counts = check_contract(x, pool, sparsifier.select(x, pool, 0))
+    x, _ = several()
+    pool = cut(SIZES, np.minimum(QUOTAS, 5).tolist(), 200)
+    counts = check_contract(ALL[name]().select(x, pool, 0), x, pool)
     assert counts[4] == 0  # quota 0: not even from the pool
     if name in ("topk", "adtopk"):
         assert counts.sum() == pool.capacity
@@ -111,9 +97,6 @@ def test_no_larger_element_stays_behind(name: str) -> None:
         left = x.clone()
         left[selection.indices] = 0
         assert float(selection.values.abs().min()) >= float(left.abs().max())
-        energy = float(x.double().square().sum())
-        share = int(selection.count) / 20_000
-        assert float(left.double().square().sum()) <= (1 - share) * energy * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "threshold"])
@@ -148,6 +131,20 @@ def test_selection_is_reproducible_and_draws_no_global_random_number(name: str) 
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert (np.random.get_state()[1] == numpy_state[1]).all()
+
+
+@pytest.mark.parametrize("name", ["sidco-adapt", "oktopk", "oktopk-step"])
+def test_state_resumes_the_same_thresholds(name: str) -> None:
+    segments = span_segments(20_000, 40)
+    straight, resumed = ESTIMATORS[name](), ESTIMATORS[name]()
+    for step in range(20):
+        view = segmented_view(sample("student5", 20_000, seed=step), segments)
+        tau = straight.thresholds(view, step)
+        assert step < 7 or torch.equal(resumed.thresholds(view, step), tau)
+        if step == 6:
+            resumed.load_state_dict(straight.state_dict())
+    resumed.load_state_dict({})
+    assert resumed.state_dict() == {}
 
 
 # -- edge inputs ----------------------------------------------------------------------------------------------------
@@ -195,7 +192,7 @@ def test_edge_inputs(name: str) -> None:
         sparsifier = ALL[name]()
         for step in range(3):
             selection = sparsifier.select(x, segments, step)
-            check_contract(x, segments, selection)
+            check_contract(selection, x, segments)
             if name != "randomk" and bool(torch.isfinite(x).all()) and bool(x.any()):
                 assert float(selection.values.abs().max()) == float(x.abs().max()), edge  # it is always sent
 
@@ -221,12 +218,37 @@ def test_nothing_to_select(name: str) -> None:
             assert int(selection.count) == 0
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_input_of_another_kind_is_refused(name: str) -> None:
-    with pytest.raises(TypeError, match="contiguous float32"):
-        ALL[name]().select(torch.ones(10)[::2], span_segments(5, 1), 0)
-    with pytest.raises(TypeError, match="float64"):
-        ALL[name]().select(torch.ones(10, dtype=torch.float64), span_segments(10, 1), 0)
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (Threshold, {"value": -0.1}, "-0.1"),
+        (Threshold, {"value": math.nan}, "nan"),
+        (Threshold, {"value": math.inf}, "inf"),
+        (ADTopk, {"rule": "columns"}, "columns"),
+        (ADTopk, {"refresh": 5}, "refresh=5 is about Top-k, which only interleave=True"),
+        (ADTopk, {"interleave": True, "refresh": 0}, "refresh must be at least 1 step, got 0"),
+        (DGC, {"sample_ratio": 0.0}, "sample_ratio"),
+        (DGC, {"sample_ratio": 1.5}, "1.5"),
+        (DGC, {"tail_samples": 0}, "tail_samples"),
+        (DGC, {"lower": 1.0}, "lower"),
+        (DGC, {"max_iterations": -1}, "max_iterations"),
+        (GaussianK, {"refine": "newton"}, "newton"),
+        (GaussianK, {"max_refine": 0}, "0"),
+        (OkTopk, {"refresh": 0}, "refresh"),
+        (OkTopk, {"control": "pid"}, "pid"),
+        (RedSync, {"method": "grid"}, "grid"),
+        (RedSync, {"tolerance": 0.0}, "tolerance"),
+        (RedSync, {"trim_step": 1.2}, "trim_step"),
+        (SIDCo, {"fit": "weibull"}, "weibull"),
+        (SIDCo, {"stages": 0}, "stages"),
+        (SIDCo, {"first_ratio": 1.0}, "first_ratio"),
+        (SIDCo, {"adapt_every": 0}, "adapt_every"),
+        (SIDCo, {"adapt_tolerance": 0.0}, "adapt_tolerance"),
+    ],
+)
+def test_arguments_are_checked(kind: type[Sparsifier], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**arguments)
 
 
 # -- backends and samplers ------------------------------------------------------------------------------------------
@@ -255,44 +277,57 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Span:
-    """A span that does not say that it is on the CPU."""
+class Accelerated(TorchView):
+    """A view whose results the host must not read, as on an accelerator."""
 
-    device = SimpleNamespace(type="accelerator")
-
-    def __init__(self, x: Tensor) -> None:
-        self._x = x
-
-    def __getitem__(self, part: slice) -> Tensor:
-        return self._x[part]
+    readable = False
 
 
-class Accelerated:
-    """A view of the accelerator's backend whose span does not say that it is on the CPU."""
-
-    def __init__(self, view: TorchView) -> None:
-        self._view = view
-        self.x = Span(view.x)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._view, name)
-
-
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("sidco-adapt", "oktopk", "oktopk-step")])
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_formulas_never_wait_for_the_device(name: str) -> None:
     """Without the early ends of the CPU the loops run on, settled segments stay as they are, nothing is read back."""
     x, segments = several()
-    view = TorchView(x, segments)
-    expected = ESTIMATORS[name]().thresholds(view, 0)
-    with NoWaiting():
-        found = ESTIMATORS[name]().thresholds(Accelerated(view), 0)  # type: ignore[arg-type]  # a view that refuses to wait
     live = torch.from_numpy(segments.quotas > 0)
-    assert torch.equal(found[live], expected[live])
+    waiting, sparsifier = ESTIMATORS[name](), ESTIMATORS[name]()
+    for step in range(2):
+        expected = waiting.thresholds(TorchView(x, segments), step)
+        with NoWaiting():
+            found = sparsifier.thresholds(Accelerated(x, segments), step)
+        assert torch.equal(found[live], expected[live])
 
 
-def test_reused_thresholds_never_wait_for_the_device() -> None:
-    x, segments = several()
-    view, sparsifier = TorchView(x, segments), OkTopk(refresh=2)
-    with NoWaiting():
-        for step in range(3):
-            sparsifier.thresholds(view, step)
+# -- defects of published implementations -----------------------------------------------------------------------------
+
+
+def test_dgc_with_a_threshold_of_zero_sends_the_whole_tensor() -> None:
+    """GRACE compares with >=: more than 1 - density zeros give the threshold 0, and everything is sent."""
+    x = torch.zeros(10_000)
+    x[::500] = torch.arange(1.0, 21.0)
+    tau = DGC().thresholds(segmented_view(x, span_segments(10_000, 100)), 0)
+    assert float(tau) == 0
+    assert DGC().select(x, span_segments(10_000, 100), 0).indices.tolist() == list(range(0, 10_000, 500))
+
+
+@pytest.mark.parametrize("kind", [DGC, GaussianK, RedSync, SIDCo, OkTopk, ADTopk])
+def test_density_is_hard_coded_in_the_compressor(kind: type[Sparsifier]) -> None:
+    """ADTopk's ports use 0.01 (0.05 for top-k) whatever is asked for."""
+    for density in (0.3, 0.05, 0.002):
+        quota = int(density * 40_000)
+        count = int(kind().select(sample("laplace", 40_000), span_segments(40_000, quota), 0).count)
+        assert 0.6 * quota <= count <= quota
+
+
+def test_indices_travel_through_float32() -> None:
+    """OkTopk: positions beyond 2^24 lose their last bits."""
+    x = torch.zeros((1 << 24) + 10)
+    wanted = [(1 << 24) + 1, (1 << 24) + 3, (1 << 24) + 7]
+    x[wanted] = 1.0
+    selection = OkTopk().select(x, span_segments(x.numel(), 3), 0)
+    assert selection.indices.tolist() == wanted
+
+
+def test_quota_loses_an_element_to_the_float_product() -> None:
+    """int(100 * 0.29) is 28, ceil(100 * 0.07) is 8."""
+    assert element_quota(100, 0.29) == 29
+    assert element_quota(100, 0.07) == 7
+    assert ADTopk().quota(1_000, (10, 100), 0.29) == 290

@@ -18,20 +18,22 @@ from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.selection import survey as known
 from lightning_safusion.sparsify.selection.survey import Foresight, History, Live, Selector
 from tests.looks import note_kernels
+from tests.sparsify import oracle
+from tests.sparsify.oracle import Job
 
-pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+pytestmark = oracle.needs_kernels
 SIZES = (40_000, 300, 1, 20_000, 2_000)
-EDGES = np.cumsum([0, *SIZES])
+NUMEL = sum(SIZES)
+EDGES = np.cumsum([0, *SIZES]).tolist()
 SCALES = (1, 1, 1, 3, 1, 0.01, 1, 0, 1, 50, 1, 1)
 
 
 def cut(scope: str, pool: int) -> Segments:
     if scope == "behind":
-        return Segments(EDGES[[0, -1]], np.array([700]), ("all",), ((int(EDGES[-1]),),), pool)
+        return oracle.cut([NUMEL], [700], pool)
     if scope == "across":  # some tensors are cut, some segments have parts of several
-        edges, quotas = np.array([0, 10_000, 30_000, 40_150, 50_000, EDGES[-1]]), np.array([100, 200, 90, 0, 30])
-        return Segments(edges, quotas, tuple(range(5)), tuple((size,) for size in np.diff(edges).tolist()), pool)
-    return Segments(EDGES, np.array([400, 3, 1, 200, 20]), tuple(range(5)), tuple((size,) for size in SIZES), pool)
+        return oracle.cut([10_000, 20_000, 10_150, 9_850, NUMEL - 50_000], [100, 200, 90, 0, 30], pool)
+    return oracle.cut(SIZES, [400, 3, 1, 200, 20], pool)
 
 
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -39,7 +41,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
 
     def note(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == "survey" and len(arguments[0]) == EDGES[-1]:
+        if name == "survey" and len(arguments[0]) == NUMEL:
             sizes.append(int(np.sum(arguments[2])))
 
     note_kernels(monkeypatch, note)
@@ -50,12 +52,12 @@ def train(name: str, scope: str, pool: int, foresight: bool) -> list[tuple[torch
     """What is selected in each step, of a memory from which it is taken out."""
     torch.manual_seed(0)
     segments, selector = cut(scope, pool), Selector(resolve_sparsifier(name))
-    history, parts = History(segments), native.Parts.between(EDGES.tolist())
-    memory, selected = torch.zeros(int(EDGES[-1])), []
+    history, parts = History(segments), native.Parts.between(EDGES)
+    memory, selected = torch.zeros(NUMEL), []
     for step, scale in enumerate(SCALES):
         grads = [scale * torch.randn(size) * (1 + i) for i, size in enumerate(SIZES)]
         history = history if foresight else History(segments)
-        ahead = Foresight(history, EDGES.tolist())
+        ahead = Foresight(history, EDGES)
         wanted = ahead.wanted()
         assert foresight or wanted is None
         assert (ahead.cut is None) is (scope != "across")
@@ -113,25 +115,23 @@ def test_gradients_that_grow_need_no_more_room(
 
     note_kernels(monkeypatch, note)
     segments, sparsifier = cut(scope, pool), resolve_sparsifier("topk")
-    history, parts = History(segments), native.Parts.between(EDGES.tolist())
-    ahead, selector = Foresight(history, EDGES.tolist()), Selector(sparsifier)
+    job, selector = Job(SIZES, segments), Selector(sparsifier)
     for step, scale in enumerate((1, 1, 1, 100, 1e4, 1e4)):
         torch.manual_seed(step)
-        memory = torch.zeros(int(EDGES[-1]))
-        grads = [scale * torch.randn(size) for size in SIZES]
-        added = native.add_finite(memory, parts, grads, 1.0, ahead.wanted() if foresight else None)
-        with ahead.known(memory, added.found) as survey:
-            chosen = selector.select(memory, history, step, survey)
-        expected = sparsifier.select(memory, cut(scope, pool), step)
+        job.memory.zero_()
+        found = job.add([scale * torch.randn(size) for size in SIZES])
+        with job.ahead.known(job.memory, found if foresight else None) as survey:
+            chosen = selector.select(job.memory, job.history, step, survey)
+        expected = sparsifier.select(job.memory, cut(scope, pool), step)
         assert torch.equal(chosen.indices, expected.indices)
-    assert max(rooms) == Live.of(segments).room < EDGES[-1] / 4
+    assert max(rooms) == Live.of(segments).room < NUMEL / 4
 
 
 @pytest.mark.parametrize("kind", ["values", "magnitudes"])
 def test_sums_are_those_of_the_memory_afterwards(kind: native.Sums) -> None:
     torch.manual_seed(0)
-    memory, grads = torch.randn(int(EDGES[-1])), [torch.randn(size) for size in SIZES]
-    parts = native.Parts.between(EDGES.tolist())
+    memory, grads = torch.randn(NUMEL), [torch.randn(size) for size in SIZES]
+    parts = native.Parts.between(EDGES)
     found = native.add_finite(memory, parts, grads, 0.5, native.Wanted(sums=kind)).found
     assert found is not None
     assert found.lists is None
@@ -146,15 +146,13 @@ def test_sums_are_those_of_the_memory_afterwards(kind: native.Sums) -> None:
 
 def test_nothing_is_known_where_a_gradient_was_left_out() -> None:
     segments = cut("ahead", 0)
-    history, parts = History(segments), native.Parts.between(EDGES.tolist())
-    ahead = Foresight(history, EDGES.tolist())
-    assert ahead.wanted() is None
-    memory, grads = torch.zeros(int(EDGES[-1])), [torch.randn(size) for size in SIZES]
-    native.add_finite(memory, parts, grads, 1.0)
-    Selector(resolve_sparsifier("topk")).select(memory, history, 0)
+    job, grads = Job(SIZES, segments), [torch.randn(size) for size in SIZES]
+    assert job.ahead.wanted() is None
+    job.add(grads)
+    Selector(resolve_sparsifier("topk")).select(job.memory, job.history, 0)
     grads[3][17] = float("nan")
-    added = native.add_finite(memory, parts, grads, 1.0, ahead.wanted())
+    added = native.add_finite(job.memory, job.parts, grads, 1.0, job.ahead.wanted())
     assert added.left_out == [3]
     assert added.found is None
-    with ahead.known(memory, added.found) as survey:
-        assert survey.take(memory, segments)[1] is None
+    with job.ahead.known(job.memory, added.found) as survey:
+        assert survey.take(job.memory, segments)[1] is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import pytest
 import torch
@@ -12,19 +12,24 @@ from lightning_safusion.sparsify.redsync import RedSync
 from lightning_safusion.sparsify.selection.select import segmented_view
 from tests.sparsify.distributions import DENSITIES, SAMPLERS, found_ratio, sample
 
+Method = Literal["search", "trim"]
 NUMEL = 100_000
+TOP = {name: sample(name, NUMEL, seed=1) for name in ("gaussian", "student3", "uniform", "zeros_laplace")}
+# its mean is above all others
+TOP["outlier"] = torch.cat([sample("gaussian", 1_000), torch.tensor([1e12])])
+# no threshold finds between 100 and 200 of the first thousand
+TOP["plateau"] = torch.tensor([0.1, -1.0, 0.1]).repeat_interleave(torch.tensor([50, 900, 50]))
 CONTINUOUS = [name for name in SAMPLERS if not name.startswith("zeros")]
 
 
 @pytest.mark.parametrize("method", ["search", "trim"])
-@pytest.mark.parametrize("name", ["gaussian", "student3", "uniform", "zeros_laplace"])
-def test_result_is_top_k(name: str, method: str) -> None:
-    x = sample(name, NUMEL, seed=1)
-    non_zeros = int(x.count_nonzero())
-    for density in (0.5, 0.05, 0.001):
-        quota = min(int(density * NUMEL), non_zeros)
-        selection = RedSync(method).select(x, span_segments(NUMEL, quota), 0)  # type: ignore[arg-type]  # a value of the Literal
-        assert torch.equal(selection.indices, segmented_view(x, span_segments(NUMEL, quota)).top().indices)
+@pytest.mark.parametrize("name", TOP)
+def test_result_is_top_k(name: str, method: Method) -> None:
+    x = TOP[name]
+    for density in (0.5, 0.1, 0.05, 0.001):
+        segments = span_segments(len(x), min(int(density * len(x)), int(x.count_nonzero())))
+        selection = RedSync(method).select(x, segments, 0)
+        assert torch.equal(selection.indices, segmented_view(x, segments).top().indices)
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)
@@ -39,15 +44,6 @@ def test_an_outlier_does_not_spoil_the_search(outlier: float) -> None:
     x = sample("gaussian", NUMEL)
     x[17] = outlier
     assert 1 <= found_ratio(RedSync(), x, 0.01) <= 2
-
-
-@pytest.mark.parametrize("method", ["search", "trim"])
-def test_outlier_that_lifts_the_mean_above_the_rest_leaves_top_k(method: str) -> None:
-    x = sample("gaussian", NUMEL)
-    x[17] = 1e12
-    segments = span_segments(NUMEL, 1_000)
-    selection = RedSync(method).select(x, segments, 0)  # type: ignore[arg-type]  # a value of the Literal
-    assert torch.equal(selection.indices, segmented_view(x, segments).top().indices)
 
 
 def test_threshold_is_the_mean_where_no_higher_one_suffices() -> None:
@@ -71,25 +67,7 @@ def test_trim_stops_at_the_first_step_that_suffices(step: float) -> None:
 
 
 @pytest.mark.parametrize("method", ["search", "trim"])
-def test_plateau_across_the_window_still_gives_the_first_quota(method: str) -> None:
-    """900 equal magnitudes: no threshold finds between 100 and 200."""
-    x = torch.full((1_000,), 0.1)
-    x[50:950] = -1.0
-    selection = RedSync(method).select(x, span_segments(1_000, 100), 0)  # type: ignore[arg-type]  # a value of the Literal
-    assert selection.indices.tolist() == list(range(50, 150))
-
-
-@pytest.mark.parametrize("method", ["search", "trim"])
-def test_density_out_of_reach_takes_non_zeros(method: str) -> None:
+def test_density_out_of_reach_takes_non_zeros(method: Method) -> None:
     x = sample("laplace", 1_000)
-    tau = RedSync(method).thresholds(segmented_view(x, span_segments(1_000, 600)), 0)  # type: ignore[arg-type]  # a value of the Literal
+    tau = RedSync(method).thresholds(segmented_view(x, span_segments(1_000, 600)), 0)
     assert float(tau) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"method": "grid"}, "grid"), ({"tolerance": 0.0}, "tolerance"), ({"trim_step": 1.2}, "trim_step")],
-)
-def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RedSync(**arguments)

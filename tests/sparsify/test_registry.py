@@ -4,23 +4,14 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_safusion.sparsify import Sparsifier, TopK, available_sparsifiers, registry, resolve_sparsifier
-from lightning_safusion.sparsify.base import span_segments
 
 BUILTIN = ["topk", "randomk", "threshold", "dgc", "gaussiank", "redsync", "sidco", "adtopk", "oktopk", "none"]
 
 
-@pytest.mark.parametrize("name", BUILTIN)
-def test_every_builtin_name_gives_a_working_sparsifier_of_that_name(name: str) -> None:
-    sparsifier = resolve_sparsifier(name)
-    assert sparsifier.name == name
-    x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
-    quota = sparsifier.quota(5000, (5000,), 0.01)
-    selection = sparsifier.select(x, span_segments(5000, quota), 0)
-    assert 1 <= int(selection.count) <= quota
-    assert torch.equal(selection.values, x[selection.indices])
+def test_every_builtin_name_gives_the_sparsifier_of_that_name() -> None:
+    assert [resolve_sparsifier(name).name for name in BUILTIN] == BUILTIN
 
 
 def test_a_sparsifier_is_returned_as_it_is() -> None:

@@ -10,22 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify import TopK
+from lightning_safusion.sparsify import Threshold, TopK
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
 from lightning_safusion.sparsify.selection.native import NativeView
-from lightning_safusion.sparsify.selection.select import SegmentedView, ThresholdSparsifier, pooled, segmented_view
+from lightning_safusion.sparsify.selection.select import SegmentedView, pooled, segmented_view
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey, common_floor
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.selection.view import NumpyView
 from tests.cuda import Launches
-from tests.sparsify.oracle import best, check, cut, exact_pooled, exact_take, exact_top
-
-needs_kernels = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
-BACKENDS = [
-    pytest.param(NumpyView, id="numpy"),
-    pytest.param(NativeView, id="native", marks=needs_kernels),
-    pytest.param(TorchView, id="torch"),
-]
+from tests.sparsify.oracle import BACKENDS, best, check, cut, exact_pooled, exact_take, exact_top, needs_kernels
 
 
 def test_kth_largest_of_rank_zero_is_infinite_and_beats_the_quota() -> None:
@@ -146,6 +139,7 @@ def test_floors_of_the_last_selection_change_no_result(pool: int, seed: int) -> 
     rng = np.random.default_rng(seed)
     sizes = [40_000, 3, 0, 700, 17_000, 700, 90_000]
     segments = cut(sizes, [400, 1, 0, 7, 0, 20, 900], pool)
+    learned = [(sparsifier, History(segments)) for sparsifier in (TopK(), Threshold(1.0))]
     x = np.zeros(sum(sizes), np.float32)
     for scale in [1, 1, 1.1, 3, 1e-3, 0, 1, 1e30, 1e-30, "ties", "nan", 1, "shift", "sparse", 1, 1]:
         noise = rng.standard_t(3, len(x)).astype(np.float32)
@@ -159,19 +153,12 @@ def test_floors_of_the_last_selection_change_no_result(pool: int, seed: int) -> 
             x = np.where(rng.random(len(x)) < 0.003, noise, 0).astype(np.float32)
         else:
             x = (0.3 * np.nan_to_num(x) + noise) * np.float32(scale)
-        span, plain = torch.from_numpy(x), cut(sizes, segments.quotas.tolist(), pool)
-        for sparsifier in (TopK(), Constant()):
+        span = torch.from_numpy(x)
+        for sparsifier, history in learned:
             with native.unused():
-                expected = sparsifier.select(span, plain, 0)
-            selection = sparsifier.select(span, segments, 0)
-            assert torch.equal(selection.indices, expected.indices)
-            assert torch.equal(selection.values.view(torch.int32), expected.values.view(torch.int32))
-        view, reference = NativeView(span, segments), NumpyView(span, plain)
-        for theirs, ours in zip(reference.moments(), view.moments(), strict=True):
-            atol = 1e-3 * float(span.nan_to_num().abs().mean())
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol, equal_nan=True)
-        thresholds = torch.full((len(segments),), float(np.nan_to_num(np.abs(x)).mean()))
-        assert torch.equal(view.count_above(thresholds), reference.count_above(thresholds))
+                expected = sparsifier.select(span, segments, 0)
+            check(sparsifier.select(span, segments, 0, SpanSurvey(span, history)), span, expected.indices.tolist())
+    assert learned[0][1].used
 
 
 @needs_kernels
@@ -186,8 +173,7 @@ def test_counts_beyond_enough_need_no_other_look(monkeypatch: pytest.MonkeyPatch
 
 def test_a_merge_adds_nothing_up() -> None:
     x = torch.randn(500, generator=torch.Generator().manual_seed(1))
-    segments, numbers = Segments(np.array([0, 300, 500]), np.array([3, 2]), (0, 1), ((300,), (200,)), 10), Launches()
-    view = TorchView(x, segments)
+    view, numbers = TorchView(x, cut([300, 200], [3, 2], 10)), Launches()
     indices = torch.zeros(400, dtype=torch.int64)  # padding, all of it one place
     indices[:6] = torch.tensor([1, 7, 30, 310, 350, 400])
     others = Selection(indices, x[indices], torch.tensor(6))
@@ -210,22 +196,9 @@ def test_merge_is_the_same_on_both_backends() -> None:
         assert len(merged[0].indices) <= 10 + room == len(merged[1].indices)
 
 
-class Constant(ThresholdSparsifier):
-    """One threshold for everything."""
-
-    name = "constant"
-
-    def thresholds(self, view: SegmentedView, step: int) -> Tensor:
-        return torch.full((len(view.segments),), 1.0, dtype=torch.float64)
-
-
-def test_threshold_policies_get_pools_and_empty_spans_for_free() -> None:
+def test_a_threshold_fills_a_pool_beside_the_largest_of_every_segment() -> None:
     x = torch.randn(5000, generator=torch.Generator().manual_seed(5))
-    plain = Constant().select(x, cut([5000], [50]), 0)
-    check(plain, x, exact_take(x, cut([5000], [50]), [1.0]))
-    both = Constant().select(x, cut([1000, 4000], [3, 3], pool=44), 0)
+    both = Threshold(1.0).select(x, cut([1000, 4000], [3, 3], pool=44), 0)
     assert both.count == 50
     assert set(exact_top(x, cut([1000, 4000], [3, 3]))) <= set(both.indices.tolist())
-    for segments in (cut([5000], [0]), cut([5000], [0], pool=7)):
-        assert Constant().select(x, segments, 0).count == 0
-    assert Constant().select(x[:0], cut([0, 0], [0, 0]), 0).count == 0
+    assert Threshold(1.0).select(x, cut([5000], [0], pool=7), 0).count == 0

@@ -16,24 +16,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify import Selection, TopK, available_sparsifiers, resolve_sparsifier
-from lightning_safusion.sparsify.base import Segments, check_selection
-from lightning_safusion.sparsify.selection.native import NativeView
+from lightning_safusion.sparsify import Segments, Selection, TopK, available_sparsifiers, resolve_sparsifier
 from lightning_safusion.sparsify.selection.select import SegmentedView, pooled, segmented_view
-from lightning_safusion.sparsify.selection.torch_view import TorchView
-from lightning_safusion.sparsify.selection.view import NumpyView
-from tests.sparsify.oracle import FINITE, KINDS, check, cut, exact_pooled, exact_take, exact_top, values_of
+from tests.sparsify.oracle import (
+    BACKENDS,
+    FINITE,
+    KINDS,
+    check,
+    check_contract,
+    cut,
+    exact_pooled,
+    exact_take,
+    exact_top,
+    kernels,
+    values_of,
+)
 
-BACKENDS = [
-    pytest.param(NumpyView, id="numpy"),
-    pytest.param(
-        NativeView,
-        id="native",
-        marks=pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler"),
-    ),
-    pytest.param(TorchView, id="torch"),
-]
 # below, at and above blocks of 64, 1,024 and 65,536 elements
 SIZES = [0, 1, 2, 5, 32, 300, 700, 1024, 3000, 17_000, 70_000]
 Case = tuple[Tensor, Segments]
@@ -128,17 +126,9 @@ def test_pooled_quotas_are_floors_and_the_largest_of_the_rest(case: Case) -> Non
     x, segments = case
     expected = exact_pooled(x, segments)
     check(pooled(x, segments, lambda x, segments: segmented_view(x, segments).top()), x, expected)
-    check(TopK().select(x, segments, 0), x, expected)
-
-
-@given(case=spans(pooled=True))
-def test_kernels_select_as_the_reference_does(case: Case) -> None:
-    x, segments = case
-    with native.unused():
-        expected = TopK().select(x, segments, 0)
-    selection = TopK().select(x, segments, 0)
-    assert torch.equal(selection.indices, expected.indices)
-    assert torch.equal(selection.values.view(torch.int32), expected.values.view(torch.int32))
+    for used in (True, False):
+        with kernels(used):
+            check(TopK().select(x, segments, 0), x, expected)
 
 
 def selected(name: str, x: Tensor, segments: Segments, windows: int) -> Selection:
@@ -157,11 +147,6 @@ def test_every_compressor_keeps_its_contract_for_any_span(name: str, case: Case,
     before = x.clone()
     selection = selected(name, x, segments, windows)
     assert torch.equal(x.view(torch.int32), before.view(torch.int32))
-    check_selection(selection, segments, name)
-    count = int(selection.count)
-    assert torch.equal(selection.values[:count].view(torch.int32), x[selection.indices[:count]].view(torch.int32))
-    found = np.histogram(selection.indices[:count].numpy(), [*segments.edges[:-1], segments.numel + 1])[0]
-    assert (found <= segments.quotas).all()
-    assert (found >= np.minimum(segments.quotas, 1)).all()
+    check_contract(selection, x, segments)
     again = selected(name, x, segments, windows)
     assert torch.equal(again.indices, selection.indices)

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.sparsify.base import Segments, span_segments
+from lightning_safusion.sparsify.base import span_segments
 from lightning_safusion.sparsify.selection.select import segmented_view
-from lightning_safusion.sparsify.sidco import (
-    SIDCo,
-    gamma_fit,
-    gamma_tail_quantile,
-    gpareto,
-    gpareto_fit,
-)
+from lightning_safusion.sparsify.sidco import SIDCo, gamma_fit, gamma_tail_quantile, gpareto, gpareto_fit
 from tests.sparsify.distributions import (
     DENSITIES,
     MOMENTS,
-    SAMPLERS,
     TAIL_THRESHOLDS,
-    count_tolerance,
+    check_found,
     found_ratio,
+    large_sample,
     sample,
 )
+from tests.sparsify.oracle import cut
 
-NUMEL = 1_000_000
+Fit = Literal["exponential", "gamma_gpareto", "gpareto"]
 EULER = 0.5772156649015329
 # E ln |X|, for the fit of the gamma distribution
 MEAN_LOG = {"gaussian": -0.5 * (EULER + math.log(2)), "laplace": -EULER, "gamma": -EULER - 2 * math.log(2)}
@@ -37,11 +32,6 @@ MEAN_LOG = {"gaussian": -0.5 * (EULER + math.log(2)), "laplace": -EULER, "gamma"
 
 def scalar(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
-def samples() -> dict[str, Tensor]:
-    return {name: sample(name, NUMEL) for name in SAMPLERS}
 
 
 # -- fits and quantiles ---------------------------------------------------------------------------------------------
@@ -57,15 +47,6 @@ def test_gamma_fit() -> None:
     for name, mean_log in MEAN_LOG.items():
         shape, scale = gamma_fit(scalar(MOMENTS[name].mean), scalar(mean_log))
         assert (float(shape), float(scale)) == pytest.approx(MOMENTS[name].gamma, abs=2e-5)
-
-
-def test_fits_of_a_sample(samples: dict[str, Tensor]) -> None:
-    """The sums of the view lead to the same fits; the noise of heavy tails decides the tolerance."""
-    for name, figures in MOMENTS.items():
-        view = segmented_view(samples[name], span_segments(NUMEL, 1))
-        logs, count = view.log_abs_sums()
-        shape, scale = gamma_fit(view.abs_sums() / count, logs / count)
-        assert (float(shape), float(scale)) == pytest.approx(figures.gamma, rel=0.02)
 
 
 def test_quantiles_are_exact_for_their_own_distribution() -> None:
@@ -113,7 +94,7 @@ def test_degenerate_moments_stay_finite() -> None:
 # -- stages ---------------------------------------------------------------------------------------------------------
 
 # Elements found as multiples of the quota, computed from the distributions, by density
-PLAIN: dict[tuple[str, int], dict[str, tuple[float, float, float, float]]] = {
+PLAIN: dict[tuple[Fit, int], dict[str, tuple[float, float, float, float]]] = {
     ("exponential", 1): {
         "laplace": (1, 1, 1, 1),
         "gaussian": (0.66, 0.34, 0.024, 3.6e-5),
@@ -134,15 +115,6 @@ PLAIN: dict[tuple[str, int], dict[str, tuple[float, float, float, float]]] = {
         "uniform": (1.82, 2.19, 1.17, 0),
         "zeros_laplace": (0.35, 0.35, 0.35, 0.35),
     },
-    ("gpareto", 2): {
-        "laplace": (1, 1, 1, 1),
-        "gaussian": (0.94, 0.92, 0.92, 1.22),
-        "gamma": (1.05, 1.08, 1.10, 0.954),
-        "gpareto25": (1, 1, 1, 1),
-        "student5": (0.96, 0.93, 0.88, 0.98),
-        "student3": (1.01, 0.98, 0.91, 0.91),
-        "zeros_gaussian": (0.37, 0.35, 0.37, 0.92),
-    },
     ("gpareto", 3): {
         "laplace": (1, 1, 1, 1),
         "gaussian": (0.96, 0.95, 0.92, 0.90),
@@ -156,10 +128,6 @@ PLAIN: dict[tuple[str, int], dict[str, tuple[float, float, float, float]]] = {
     ("gamma_gpareto", 1): {
         "gaussian": (0.88, 0.63, 0.16, 0.0045),
         "student3": (0.87, 0.94, 1.55, 5.0),
-    },
-    ("gamma_gpareto", 2): {
-        "gaussian": (1.09, 1.07, 1.06, 1.45),
-        "student3": (0.92, 0.90, 0.83, 0.84),
     },
     ("gamma_gpareto", 3): {
         "gaussian": (1.11, 1.10, 1.06, 1.03),
@@ -180,52 +148,42 @@ HEAVY = ("gpareto25", "student3", "uniform")
 
 
 @pytest.mark.parametrize(("fit", "stages"), PLAIN)
-def test_number_found_by_plain_stages(
-    samples: dict[str, Tensor], fit: Literal["exponential", "gamma_gpareto", "gpareto"], stages: int
-) -> None:
+def test_number_found_by_plain_stages(fit: Fit, stages: int) -> None:
     for name, figures in PLAIN[fit, stages].items():
         for density, expected in zip(DENSITIES, figures, strict=True):
-            if density == 0.001 and name in HEAVY:
-                continue
-            found = found_ratio(SIDCo(fit, stages, correct=False), samples[name], density)
-            assert abs(found - expected) <= count_tolerance(expected, density * NUMEL), (name, density, found, expected)
+            if density != 0.001 or name not in HEAVY:
+                check_found(SIDCo(fit, stages, correct=False), name, density, expected)
 
 
 @pytest.mark.parametrize("stages", [3, 4])
-def test_number_found_by_corrected_stages(samples: dict[str, Tensor], stages: int) -> None:
+def test_number_found_by_corrected_stages(stages: int) -> None:
     for name, figures in CORRECTED.items():
         for density, expected in zip(DENSITIES, figures, strict=True):
-            found = found_ratio(SIDCo(stages=stages), samples[name], density)
-            assert abs(found - expected) <= count_tolerance(expected, density * NUMEL), (name, density, found, expected)
+            check_found(SIDCo(stages=stages), name, density, expected)
 
 
 @pytest.mark.parametrize("fit", ["exponential", "gamma_gpareto", "gpareto"])
-def test_correction_heals_what_stages_multiply(
-    samples: dict[str, Tensor], fit: Literal["exponential", "gamma_gpareto", "gpareto"]
-) -> None:
-    plain = found_ratio(SIDCo(fit, 3, correct=False), samples["zeros_laplace"], 0.01)
-    corrected = found_ratio(SIDCo(fit, 3), samples["zeros_laplace"], 0.01)
-    assert plain < 0.5
-    assert 0.9 < corrected < 1.1
+def test_correction_heals_what_stages_multiply(fit: Fit) -> None:
+    x = large_sample("zeros_laplace")
+    assert found_ratio(SIDCo(fit, 3, correct=False), x, 0.01) < 0.5
+    assert 0.9 < found_ratio(SIDCo(fit, 3), x, 0.01) < 1.1
 
 
-def test_density_beyond_the_first_stage_uses_one_stage(samples: dict[str, Tensor]) -> None:
+def test_density_beyond_the_first_stage_uses_one_stage() -> None:
     for density in (0.25, 0.3, 0.5):
-        many = found_ratio(SIDCo("exponential", 4), samples["laplace"], density)
-        assert many == found_ratio(SIDCo("exponential", 1), samples["laplace"], density)
+        many = found_ratio(SIDCo("exponential", 4), large_sample("laplace"), density)
+        assert many == found_ratio(SIDCo("exponential", 1), large_sample("laplace"), density)
         assert many == pytest.approx(1, abs=0.02)
 
 
-def test_segments_are_estimated_independently(samples: dict[str, Tensor]) -> None:
+def test_segments_are_estimated_independently() -> None:
     """Densities on both sides of the first stage, a segment that takes no part, and one that is empty."""
-    names, quotas = ("gaussian", "laplace", "student3", "gamma"), np.array([500, 60_000, 0, 0, 2_000])
-    pieces = [samples[name][:100_000] for name in names]
-    sizes = [100_000, 100_000, 0, 100_000, 100_000]
-    edges = np.concatenate([[0], np.cumsum(sizes)])
-    segments = Segments(edges, quotas, tuple(range(5)), tuple((size,) for size in sizes))
+    pieces = [large_sample(name)[:100_000] for name in ("gaussian", "laplace", "student3", "gamma")]
+    quotas = [500, 60_000, 0, 0, 2_000]
+    segments = cut([100_000, 100_000, 0, 100_000, 100_000], quotas)
     together = SIDCo().thresholds(segmented_view(torch.cat(pieces), segments), 0)
     for place, piece in ((0, pieces[0]), (1, pieces[1]), (4, pieces[3])):
-        alone = SIDCo().thresholds(segmented_view(piece, span_segments(100_000, int(quotas[place]))), 0)
+        alone = SIDCo().thresholds(segmented_view(piece, span_segments(100_000, quotas[place])), 0)
         assert float(together[place]) == pytest.approx(float(alone), rel=1e-5)
 
 
@@ -256,9 +214,7 @@ def test_stages_are_kept_per_segment_and_bounded() -> None:
     """Light tails gain a stage, heavy ones are at 1 already, a segment that takes no part stays where it began."""
     sidco = SIDCo("exponential", stages=1, correct=False, adapt=True, adapt_every=1)
     x = torch.cat([sample("uniform", 50_000), sample("student3", 50_000), sample("uniform", 50_000)])
-    segments = Segments(
-        np.array([0, 50_000, 100_000, 150_000]), np.array([5_000, 50, 0]), ("light", "heavy", "idle"), ((50_000,),) * 3
-    )
+    segments = cut([50_000] * 3, [5_000, 50, 0], keys=("light", "heavy", "idle"))
     for step in range(8):
         sidco.select(x, segments, step)
         light, heavy, idle = stages_of(sidco)
@@ -268,37 +224,8 @@ def test_stages_are_kept_per_segment_and_bounded() -> None:
         assert light == 2 or step > 0
 
 
-def test_state_resumes_the_same_thresholds() -> None:
-    segments = span_segments(20_000, 40)
-    straight = SIDCo("exponential", stages=1, correct=False, adapt=True)
-    for step in range(7):
-        straight.select(sample("gaussian", 20_000, seed=step), segments, step)
-    resumed = SIDCo("exponential", stages=1, correct=False, adapt=True)
-    resumed.load_state_dict(straight.state_dict())
-    for step in range(7, 20):
-        view = segmented_view(sample("gaussian", 20_000, seed=step), segments)
-        assert torch.equal(straight.thresholds(view, step), resumed.thresholds(view, step))
-    resumed.load_state_dict({})
-    assert resumed.state_dict() == {}
-
-
 def test_smaller_density_range_clamps_a_loaded_stage_count() -> None:
     sidco = SIDCo("exponential", stages=1, correct=False, adapt=True)
     sidco.load_state_dict({"keys": [0], "stages": torch.tensor([[9.0, 0.0, 0.0]], dtype=torch.float64)})
     x = sample("laplace", 100_000)
     assert found_ratio(sidco, x, 0.1) == pytest.approx(1, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"fit": "weibull"}, "weibull"),
-        ({"stages": 0}, "stages"),
-        ({"first_ratio": 1.0}, "first_ratio"),
-        ({"adapt_every": 0}, "adapt_every"),
-        ({"adapt_tolerance": 0.0}, "adapt_tolerance"),
-    ],
-)
-def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SIDCo(**arguments)

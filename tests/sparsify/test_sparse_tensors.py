@@ -6,7 +6,6 @@ kernels; tensors of zeros; looks at the span over windows; tensors that become s
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,21 +14,19 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import Segments
-from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify import History, resolve_sparsifier, segmented_view
+from lightning_safusion.sparsify import resolve_sparsifier, segmented_view
 from lightning_safusion.sparsify.selection.native import with_first_others
-from lightning_safusion.sparsify.selection.survey import Foresight, Selector
+from lightning_safusion.sparsify.selection.survey import Selector
 from tests.looks import note_kernels
+from tests.sparsify import oracle
+from tests.sparsify.oracle import KERNELS, Job, exact_pooled, kernels, needs_kernels
 
 SIZES = (60_000, 300, 20_000, 1)
-EDGES = np.cumsum([0, *SIZES])
-NUMEL = int(EDGES[-1])
-KERNELS = [pytest.param(True, marks=pytest.mark.skipif(not native.usable(), reason="no compiled kernels")), False]
+NUMEL = sum(SIZES)
 
 
 def cut(pool: int = 0) -> Segments:
-    quotas = np.array([6_000, 30, 2_000, 1]) // (4 if pool else 1)
-    return Segments(EDGES, np.maximum(quotas, 1), tuple(range(4)), tuple((size,) for size in SIZES), pool)
+    return oracle.cut(SIZES, [1_500, 7, 500, 1] if pool else [6_000, 30, 2_000, 1], pool)
 
 
 def gradients(step: int, share: float) -> list[Tensor]:
@@ -40,31 +37,15 @@ def gradients(step: int, share: float) -> list[Tensor]:
     return [grads[0] * rows.repeat_interleave(50), *grads[1:]]
 
 
-def largest(x: Tensor, segments: Segments) -> list[int]:
-    """The quota of every segment, and what the pool has room for, by sorting; the first among equals."""
-    chosen = torch.zeros(len(x), dtype=torch.bool)
-    for start, stop, quota in zip(segments.edges[:-1], segments.edges[1:], segments.quotas, strict=True):
-        chosen[x[start:stop].abs().sort(descending=True, stable=True).indices[: int(quota)] + int(start)] = True
-    rest = torch.where(chosen, -1.0, x.abs())
-    chosen[rest.sort(descending=True, stable=True).indices[: segments.pool]] = True
-    return chosen.nonzero().squeeze(1).tolist()
-
-
 def windows(name: str, segments: Segments, shares: list[float], compiled: bool) -> list[bool]:
     """Whether each selection from a residual is the exact one, where the compressor promises that."""
-    history, parts = History(segments), native.Parts.between(EDGES.tolist())
-    ahead, memory, sparsifier = Foresight(history, EDGES.tolist()), torch.zeros(NUMEL), resolve_sparsifier(name)
+    job, sparsifier = Job(SIZES, segments), resolve_sparsifier(name)
     right, selector = [], Selector(sparsifier)
     for step, share in enumerate(shares):
-        found = None
-        if compiled:
-            found = native.add_finite(memory, parts, gradients(step, share), 1.0, ahead.wanted()).found
-        else:
-            torch._foreach_add_(list(memory.split(list(SIZES))), gradients(step, share))
-        with ahead.known(memory, found) as survey:
-            chosen = selector.select(memory, history, step, survey)
-        right.append(sparsifier.estimates or chosen.indices.tolist() == largest(memory, segments))
-        memory[chosen.indices] = 0
+        with job.ahead.known(job.memory, job.add(gradients(step, share), compiled)) as survey:
+            chosen = selector.select(job.memory, job.history, step, survey)
+        right.append(sparsifier.estimates or chosen.indices.tolist() == exact_pooled(job.memory, segments))
+        job.memory[chosen.indices] = 0
     return right
 
 
@@ -72,7 +53,7 @@ def windows(name: str, segments: Segments, shares: list[float], compiled: bool) 
 @pytest.mark.parametrize("compiled", KERNELS)
 def test_the_first_zeros_fill_up(compiled: bool, pool: int) -> None:
     shares = [0.01, 0.01, 1, 1, 0, 0, 0.02, 0.02, 0.3, 0.001, 0.001, 0.001]
-    with nullcontext() if compiled else native.unused():
+    with kernels(compiled):
         assert all(windows("topk", cut(pool), shares, compiled))
 
 
@@ -80,19 +61,19 @@ def test_the_first_zeros_fill_up(compiled: bool, pool: int) -> None:
 @pytest.mark.parametrize("compiled", KERNELS)
 def test_a_pool_is_filled_in_one_look(compiled: bool, share: float, pool: int) -> None:
     segments = cut(pool)
-    with nullcontext() if compiled else native.unused():
+    with kernels(compiled):
         for x in (torch.cat(gradients(0, share)), torch.cat([gradients(0, share)[0], torch.zeros(NUMEL - SIZES[0])])):
             once, chosen = segmented_view(x, segments).top_pooled(), resolve_sparsifier("topk").select(x, segments, 0)
             assert (once is not None) is compiled
             for found in (chosen,) if once is None else (once, chosen):
-                assert found.indices.tolist() == largest(x, segments)
+                assert found.indices.tolist() == exact_pooled(x, segments)
 
 
 @pytest.mark.parametrize(
     ("name", "pool"),
     [("topk", 0), ("topk", 6_000), ("gaussiank", 0), ("redsync", 6_000), ("dgc", 0), ("oktopk", 6_000)],
 )
-@pytest.mark.skipif(not native.usable(), reason="no compiled kernels")
+@needs_kernels
 def test_a_sparse_tensor_is_read_no_more_often(name: str, pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 

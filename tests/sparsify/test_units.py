@@ -8,7 +8,6 @@ one buffer and in many, with every compressor, with and without compiled kernels
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,10 @@ from lightning_safusion.sparsify import DecoupledMomentum, History, TopK, span_s
 from lightning_safusion.sparsify.selection.survey import Foresight
 from lightning_safusion.sparsify.selection.units import Moment, SpanUnits, UpdateUnits
 from tests.cluster import Cluster, settings, specs
+from tests.sparsify.oracle import KERNELS, best, kernels, needs_kernels
 
-compiled = pytest.mark.skipif(not native.usable(), reason="no compiled kernels")
-KERNELS = [pytest.param(True, marks=compiled), False]
 SHAPES = ((40, 30), (40,), (1,), (64, 9, 3), (300, 230), (230,), (7, 11))
 EPSILON = 1e-8
-
-
-def kernels(used: bool) -> AbstractContextManager[None]:
-    return nullcontext() if used else native.unused()
 
 
 def moments_of(
@@ -62,17 +56,12 @@ def test_parts_of_a_span_may_cross_tensors_and_have_no_moment(used: bool) -> Non
             assert torch.equal(units.within(runs).weigh(torch.cat([x[a:b] for a, b in runs])), expected)
 
 
-@compiled
+@needs_kernels
 def test_kernels_make_the_keys_of_pytorch() -> None:
     sizes = (3_000_000, 1, 0, 37, 5000)
     moments = moments_of(1, [(size,) for size in sizes])
-    known = [
-        Moment(moments[0], EPSILON),
-        Moment(moments[1], 1e-3),
-        Moment(moments[2], EPSILON),
-        None,
-        Moment(moments[4], EPSILON),
-    ]
+    known = [Moment(moment, EPSILON) for moment in moments]
+    known[1], known[3] = Moment(moments[1], 1e-3), None
     edges = np.cumsum([0, *sizes]).tolist()
     x = torch.randn(edges[-1])
     fast = SpanUnits(known, edges, torch.empty_like(x)).weigh(x)
@@ -82,7 +71,7 @@ def test_kernels_make_the_keys_of_pytorch() -> None:
     assert torch.equal(fast[: sizes[0]], key(x[: sizes[0]], moments[0]))
 
 
-@compiled
+@needs_kernels
 @pytest.mark.parametrize("written", [False, True])
 def test_one_pass_finds_the_keys_above_a_floor(written: bool) -> None:
     sizes = (2_500_000, 40, 9000)
@@ -110,15 +99,10 @@ def test_one_pass_finds_the_keys_above_a_floor(written: bool) -> None:
     assert torch.equal(units.keys, keys if written else torch.zeros_like(keys))
 
 
-def largest(keys: Tensor, quota: int) -> Tensor:
-    """Positions of the largest magnitudes, the first among equals."""
-    return keys.abs().sort(descending=True, stable=True).indices[:quota].sort().values
-
-
 def trained(
     state: Callable[[int], list[Tensor | None]], windows: int = 12, workers: int = 1, **options: Any
-) -> tuple[Cluster, list[list[Tensor]], list[list[Tensor]]]:
-    """Some windows; what went in and what came out at the first worker."""
+) -> tuple[Cluster, Tensor, Tensor]:
+    """Some windows; what went in and what came out at the first worker, [windows, D] each."""
     cluster = Cluster(workers, lambda: settings(**({"collective": "allgather"} | options)), specs(SHAPES))
     given, got = [], []
     for window in range(windows):
@@ -131,10 +115,10 @@ def trained(
         for engine in cluster.engines:
             engine.space.selector.units = UpdateUnits(moment, torch.device("cpu"))
         grads = cluster.random_grads(window)
-        given.append(grads[0])
-        got.append(cluster.step(grads)[0])
+        given.append(torch.cat(grads[0]))
+        got.append(torch.cat(cluster.step(grads)[0]))
     cluster.close()
-    return cluster, given, got
+    return cluster, torch.stack(given), torch.stack(got)
 
 
 @pytest.mark.parametrize("used", KERNELS)
@@ -153,18 +137,19 @@ def test_the_engine_sends_the_largest_keys(used: bool, fusion: str, momentum: fl
         cluster, given, got = trained(state, fusion=fusion, memory=memory)
     engine = cluster.engines[0]
     quotas = dict(zip(engine.space.layout.indices.tolist(), engine.space.quotas.counts.tolist(), strict=True))
-    residuals = [torch.zeros(spec.numel) for spec in cluster.specs]
-    for window, (grads, means) in enumerate(zip(given, got, strict=True)):
-        for index, (grad, mean) in enumerate(zip(grads, means, strict=True)):
-            held = (residuals[index] if momentum is None else momentum * residuals[index]) + grad
-            chosen = largest(key(held, state(window)[index]), quotas[index])
-            sent = torch.zeros_like(held)
-            sent[chosen] = held[chosen]
-            assert torch.equal(mean, sent), (window, index)
-            residuals[index] = held - sent
+    residual = torch.zeros(given.shape[1])
+    for window in range(len(given)):
+        held = (residual if momentum is None else momentum * residual) + given[window]
+        sent = torch.zeros_like(held)
+        pieces = [each.split([spec.numel for spec in cluster.specs]) for each in (held, sent)]
+        for index, (all_of_it, part) in enumerate(zip(*pieces, strict=True)):
+            chosen = best(key(all_of_it, state(window)[index]), 0, len(part), quotas[index])
+            part[chosen] = all_of_it[chosen]
+        assert torch.equal(got[window], sent), window
+        residual = held - sent
 
 
-@compiled
+@needs_kernels
 @pytest.mark.parametrize(
     ("compressor", "quota"),
     [
@@ -187,11 +172,9 @@ def test_every_compressor_compares_keys_and_sends_values(compressor: str, quota:
     _, _, fast = trained(state, **options)
     with native.unused():
         _, _, slow = trained(state, **options)
-    for a, b in zip(fast, slow, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert torch.equal(fast, slow)
     _, _, gradient = trained(lambda _: [None] * len(SHAPES), **options)
-    same = all(torch.equal(x, y) for a, b in zip(fast, gradient, strict=True) for x, y in zip(a, b, strict=True))
-    assert same == (compressor in ("randomk", "none"))  # these compare nothing
+    assert torch.equal(fast, gradient) == (compressor in ("randomk", "none"))  # these compare nothing
 
 
 @pytest.mark.parametrize("used", KERNELS)
@@ -201,28 +184,21 @@ def test_tensors_that_compete_are_compared_in_one_unit(used: bool, options: dict
     with kernels(used):
         _, _, mixed = trained(lambda _: some, fusion="single", **options)
         _, _, plain = trained(lambda _: [None] * len(SHAPES), fusion="single", **options)
-    for a, b in zip(mixed, plain, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert torch.equal(mixed, plain)
 
 
-@compiled
+@needs_kernels
 def test_a_span_is_written_only_if_it_is_read() -> None:
     x = torch.randn(50_000)
     (moment,) = moments_of(7, [(50_000,)])
     segments = span_segments(50_000, 500)
     history = History(segments)
     writes: list[int] = []
-    foresight = Foresight(history, [0, 50_000])
+    foresight, parts = Foresight(history, [0, 50_000]), native.Parts.between([0, 50_000])
     units = SpanUnits([Moment(moment, EPSILON)], [0, 50_000], torch.full((50_000,), torch.nan))
 
     for step in range(6):
-        wanted = foresight.wanted(units.weights())
-        memory = torch.zeros_like(x)
-        found = (
-            None
-            if wanted is None
-            else native.add_finite(memory, native.Parts.between([0, 50_000]), [x], 1.0, wanted).found
-        )
+        found = native.add_finite(torch.zeros_like(x), parts, [x], 1.0, foresight.wanted(units.weights())).found
 
         def write() -> None:
             writes.append(step)  # noqa: B023 - called in this turn
@@ -230,5 +206,5 @@ def test_a_span_is_written_only_if_it_is_read() -> None:
 
         with foresight.known(units.keys, found, write) as survey:
             chosen = TopK().select(units.keys, segments, step, survey)
-        assert torch.equal(chosen.indices, largest(key(x, moment), 500))
+        assert chosen.indices.tolist() == best(key(x, moment), 0, len(x), 500)
     assert 0 < len(writes) < 6

@@ -43,15 +43,14 @@ class Memory(ABC):
     hands_on: ClassVar[bool] = True
     #: :meth:`settle` does something.
     settles: ClassVar[bool] = False
-    #: Workers whose gradients are averaged; set before :meth:`bind`.
-    world_size: int = 1
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         cls.hands_on, cls.settles = cls.received is Memory.received, cls.settle is not Memory.settle
 
-    def bind(self, edges: Sequence[int], device: torch.device) -> None:
-        """Allocates zero state for a layout; forgets any earlier one."""
+    def bind(self, edges: Sequence[int], device: torch.device, world_size: int = 1) -> None:
+        """Allocates zero state for a layout and a number of workers; forgets any earlier one."""
+        self.world_size = world_size
         self._flats = {name: Flat(edges, device) for name in self.vectors}
         self._pending = self._flats[self.pending]
 
@@ -72,8 +71,7 @@ class Memory(ABC):
         """:meth:`compensate` for gradients that may not be finite, in one pass that also looks for elements and sums.
 
         Args:
-            ids: As there.
-            grads: As there.
+            ids, grads: As there.
             wanted: What to look for in the new memory, with a floor for each id.
             cut: These tensors, cut into parts with a floor each; positions count from the first tensor.
 

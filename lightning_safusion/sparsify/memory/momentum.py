@@ -122,8 +122,8 @@ class EF21Memory(Memory):
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         self.momentum = momentum
 
-    def bind(self, edges: Sequence[int], device: torch.device) -> None:
-        super().bind(edges, device)
+    def bind(self, edges: Sequence[int], device: torch.device, world_size: int = 1) -> None:
+        super().bind(edges, device, world_size)
         self._average, self._estimate = self._flats["average"], self._flats["estimate"]
         self._next = Flat(edges, device)  # the mean estimate after this window
         self._begun: set[int] = set()  # tensors that have had a gradient other than zero

@@ -122,8 +122,8 @@ class AutoMemory(ResidualMemory):
     def __init__(self) -> None:
         super().__init__()
 
-    def bind(self, edges: Sequence[int], device: torch.device) -> None:
-        super().bind(edges, device)
+    def bind(self, edges: Sequence[int], device: torch.device, world_size: int = 1) -> None:
+        super().bind(edges, device, world_size)
         self.carry(None)
 
     def carry(self, momentum: float | None) -> None:
@@ -147,8 +147,8 @@ class NoMemory(Memory):
     def holds(self) -> bool:
         return False
 
-    def bind(self, edges: Sequence[int], device: torch.device) -> None:
-        super().bind(edges, device)
+    def bind(self, edges: Sequence[int], device: torch.device, world_size: int = 1) -> None:
+        super().bind(edges, device, world_size)
         self._filled: set[int] = set()
         self._ended = False
 

@@ -75,7 +75,7 @@ def pooled(
 
     Segments with quota 0 are left out. For ``x`` and ``survey`` see :func:`segmented_view`.
     """
-    if segments.capacity == 0 or segments.numel == 0 or not segments.quotas.any():
+    if segments.numel == 0 or not segments.quotas.any():
         return empty_selection(x.device)
     runs, together = _live(segments)
     if together is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, check_selection, constant_of_segments
 from lightning_safusion.sparsify.selection.units import SpanUnits, UpdateUnits
-from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS
+from lightning_safusion.sparsify.selection.view import MAGNITUDE_BITS, ranked
 
 UNKNOWN = MAGNITUDE_BITS  # a floor that no element exceeds
 
@@ -109,10 +109,8 @@ class History:
         """Records how many elements exceeded floors.
 
         Args:
-            floors: int32 [A]; nothing is learned from UNKNOWN.
-            counts: int64 [A], elements above each.
-            common: A floor for all of them together.
-            above: Elements above it.
+            floors, counts: int32 and int64 [A], floors and the elements above each; from UNKNOWN nothing is learned.
+            common, above: A floor for all of them together, and the elements above it.
         """
         tried, found = np.empty_like(self.floors), np.empty(len(self.floors))
         tried[:-1], tried[-1], found[:-1], found[-1] = floors, common, counts, above
@@ -311,7 +309,7 @@ def guessed_floor(bits: np.ndarray, rank: int) -> int:
     deep = _deep(rank / stride)
     if deep >= len(sample):
         return -1
-    value = _largest(sample, deep)
+    value = int(ranked(sample, deep))
     # One value in a large part of the segment is not worth collecting (the zeros of an embedding's gradient): leave it
     # out, and fill up with its first elements if they are needed after all.
     tied = np.count_nonzero(sample >= value) > 4 * deep
@@ -326,13 +324,9 @@ def common_floor(segments: Sequence[np.ndarray], rank: int) -> int:
     stride = max(1, size // min(size, max(_LEAST, 128 * size // rank))) | 1
     sample = np.concatenate([bits[::stride] for bits in segments]) & MAGNITUDE_BITS
     deep = _deep(rank * len(sample) / size)
-    return -1 if deep >= len(sample) else max(_largest(sample, deep) - 1, 0)
+    return -1 if deep >= len(sample) else max(int(ranked(sample, deep)) - 1, 0)
 
 
 def _deep(expected: float) -> int:
     """A rank in a sample, three sigma deeper than the expected one."""
     return int(expected + 3 * expected**0.5 + 4)
-
-
-def _largest(sample: np.ndarray, rank: int) -> int:
-    return int(np.partition(sample, len(sample) - rank)[len(sample) - rank])

@@ -70,6 +70,11 @@ class SegmentedView(ABC):
         """float64 [M], room of each segment."""
         return sizes_and_quotas(self.segments, self.x.device)[1]
 
+    @property
+    def readable(self) -> bool:
+        """Whether the host may read results, to end a search early: on an accelerator it would wait for them."""
+        return self.x.is_cpu
+
     @abstractmethod
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
         """float64 [M] each: sums of the elements, or of their magnitudes, and of the squares."""
@@ -147,13 +152,19 @@ def order_floors(thresholds: np.ndarray) -> np.ndarray:
     return floors
 
 
+def ranked(bits: np.ndarray, rank: int) -> Any:
+    """The ``rank``-th largest of some integers, from 1 to all of them."""
+    place = len(bits) - rank
+    return np.partition(bits, place)[place]
+
+
 def largest_first(bits: np.ndarray, room: int) -> np.ndarray:
     """Places of the ``room`` largest, at equal magnitude the first; ascending."""
     if room >= len(bits):
         return np.arange(len(bits))
     if room == 0:
         return np.empty(0, np.int64)
-    kth = np.partition(bits, len(bits) - room)[len(bits) - room]
+    kth = ranked(bits, room)
     keep = bits > kth
     keep[np.flatnonzero(bits == kth)[: room - int(keep.sum())]] = True
     return np.flatnonzero(keep)
@@ -228,12 +239,8 @@ class NumpyView(SegmentedView):
     def kth_largest(self, ranks: np.ndarray) -> Tensor:
         ranks = np.minimum(ranks, self.segments.sizes)
         infinite = np.float32(np.inf).view(np.int32)
-
-        def kth(s: int) -> Any:
-            place = int(self.segments.sizes[s] - ranks[s])
-            return np.partition(self._magnitudes(s), place)[place] if ranks[s] > 0 else infinite
-
-        return self._per_segment(np.int32, kth).view(torch.float32)
+        kth = self._per_segment(np.int32, lambda s: ranked(self._magnitudes(s), ranks[s]) if ranks[s] else infinite)
+        return kth.view(torch.float32)
 
     def top(self) -> Selection:
         return self._largest(self._quotas)
