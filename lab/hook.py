@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -78,6 +79,12 @@ def wrapped(tensors: int, width: int, hook: str, sparse: float, per_buffer: int)
     return step
 
 
+def all_fresh(_: object, copy: Tensor, buffers: Sequence[Any]) -> tuple[int, list[Tensor]]:
+    """Takes the place of ``WindowKernels.read``: what a device says at the end of a window that went well."""
+    headers = [torch.full((each.world, each.tables.pieces.heads + 1), int(TensorFlag.FRESH)) for each in buffers]
+    return 0, [torch.nn.functional.pad(header[:, :-1], (0, 1)).to(torch.uint8) for header in headers]
+
+
 def pushed(tensors: int, width: int, steps: int) -> tuple[float, int]:
     """CPU seconds that ``Engine.push`` takes for a gradient, median of windows, and how many buffers there are.
 
@@ -89,11 +96,7 @@ def pushed(tensors: int, width: int, steps: int) -> tuple[float, int]:
     Raises:
         RuntimeError: If the buffers are not those of fused kernels.
     """
-    from lightning_safusion.kernels.cuda.buffer import BufferKernels, WindowKernels  # imports Triton
-
-    def all_fresh(self: WindowKernels, copy: Tensor, buffers: Sequence[BufferKernels]) -> tuple[int, list[Tensor]]:
-        headers = [torch.full((buffer.world, buffer.tables.heads + 1), int(TensorFlag.FRESH)) for buffer in buffers]
-        return 0, [torch.nn.functional.pad(header[:, :-1], (0, 1)).to(torch.uint8) for header in headers]
+    from lightning_safusion.kernels.cuda.window import WindowKernels  # imports Triton
 
     sizes = [width * (1 if index % 2 else width) for index in range(tensors)]
     specs = [TensorSpec(f"t{i}", i, (size,), size, torch.float32) for i, size in enumerate(sizes)]
@@ -103,7 +106,7 @@ def pushed(tensors: int, width: int, steps: int) -> tuple[float, int]:
     )  # fmt: skip
     with (
         patch("lightning_safusion.fusion.fused.serves_buffers", lambda device: True),
-        patch("lightning_safusion.kernels.cuda.buffer.launch", lambda *arguments, **constants: None),
+        patch("lightning_safusion.kernels.cuda.launch.launch", lambda *arguments, **constants: None),
         patch.object(WindowKernels, "read", all_fresh),
     ):
         engine = build_engine(

@@ -204,7 +204,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
         streams.pop()
 
     Stream.log = []
-    monkeypatch.setattr(kernels, "usable", lambda device: False)  # they read numbers, which fake tensors have not
+    monkeypatch.setattr(kernels, "serves", lambda device: False)  # they read numbers, which fake tensors have not
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", use)

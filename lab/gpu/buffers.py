@@ -126,6 +126,7 @@ class Rank:
     moments: list[Tensor | None] | None
     exchange: SparseAllGather
     kernels: BufferKernels
+    epsilon: float = 1e-8  #: of the second moments
 
     @classmethod
     def of(cls, case: Case, number: int, seed: int, moments: Sequence[int] | None = None) -> Rank:
@@ -151,14 +152,14 @@ class Rank:
         """With a residual, gradients and second moments that are on the device already."""
         exchange = case.exchange(number)
         sent, received = (part.to(DEVICE) for part in exchange.messages)
-        kernels = BufferKernels(case.tables(exchange), memory, sent, received, number, Workspace(DEVICE))
+        kernels = BufferKernels(case.tables(exchange), memory, sent, received, Workspace(DEVICE))
         return cls(case, number, memory, grads, moments, exchange, kernels)
 
     @property
     def weighing(self) -> Weighing | None:
         if self.moments is None:
             return None
-        return Weighing(self.moments, [1e-8] * len(self.grads), torch.empty_like(self.memory).view(torch.int32))
+        return Weighing(self.moments, [self.epsilon] * len(self.grads), torch.empty_like(self.memory).view(torch.int32))
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The residual with the gradients, and the keys, as the CPU works them out."""
@@ -167,7 +168,7 @@ class Rank:
         accumulated = torch.where(flat.isfinite(), accumulated, self.memory.cpu())
         if self.moments is None:
             return accumulated, accumulated
-        moments = [None if m is None else Moment(m.cpu().float(), 1e-8) for m in self.moments]
+        moments = [None if m is None else Moment(m.cpu().float(), self.epsilon) for m in self.moments]
         return accumulated, SpanUnits(moments, self.case.edges.tolist(), torch.empty_like(accumulated)).weigh(
             accumulated
         )

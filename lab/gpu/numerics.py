@@ -17,7 +17,7 @@ from lab.gpu.device import Device
 from lab.gpu.figures import Figure, equal
 from lab.gpu.jobs import DENSITY, Echo, Job, described, middle_shapes, shapes_of
 from lab.gpu.stages import Setting
-from lightning_safusion.kernels.cuda import buffer
+from lightning_safusion.kernels.cuda import launch
 from lightning_safusion.kernels.cuda.buffer import WindowKernels
 
 _SIZES = (3000, 1, 40, 2049, 700)
@@ -166,7 +166,7 @@ def numerics(setting: Setting) -> Iterator[Figure]:
     """See ``docs/gpu.md``."""
     place = Device(setting.rehearse)
     known = cases(setting.rehearse)
-    with patch.object(buffer, "launch", Compiled()) as compiled:
+    with patch.object(launch, "launch", Compiled()) as compiled:
         for name, (case, moments) in known.items():
             yield equal(
                 f"messages, means, residuals: {name}", not (wrong := against_the_cpu(case, 3, moments)), _differs(wrong)

@@ -17,7 +17,7 @@ from lab.gpu.figures import Figure, equal, note
 from lab.gpu.jobs import Echo, Job, described, middle_shapes
 from lab.gpu.stages import Setting
 from lightning_safusion.comm.transport.interface import Work
-from lightning_safusion.kernels.cuda import buffer
+from lightning_safusion.kernels.cuda import launch
 
 _WINDOWS, _SETS = 200, 8
 #: Most cycles of a delay, and how many of the possible places have one.
@@ -38,7 +38,7 @@ class Delays:
 
     def __init__(self, place: Device, seed: int) -> None:
         self._place, self._random = place, random.Random(seed)  # noqa: S311 - no secret
-        self._launch = buffer.launch
+        self._launch = launch.launch
 
     def maybe(self) -> None:
         """A delay, or none."""
@@ -124,14 +124,14 @@ def _trained(place: Device, how: str, windows: int) -> list[Tensor]:
         job.engine.loss_scale = lambda: factor
     generator = torch.Generator().manual_seed(1)
     sets = [torch.randn(job.numel, generator=generator).to(place.device).mul_(scale) for _ in range(_SETS)]
-    plain, found = buffer.launch, []
+    plain, found = launch.launch, []
 
     def serial(*arguments: Any, **constants: Any) -> None:
         plain(*arguments, **constants)
         place.wait()
 
     launches = {"late": delays.launch, "serial": serial}
-    replaced: Any = patch.object(buffer, "launch", launches.get(how, plain))
+    replaced: Any = patch.object(launch, "launch", launches.get(how, plain))
     with replaced:
         for step in range(windows):
             job.engine.finish()  # an abandoned window may still write

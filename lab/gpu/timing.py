@@ -24,7 +24,7 @@ from lab.gpu.figures import Figure, note
 from lab.gpu.jobs import BUFFERS, DENSITY, SETS, SETTLED, Echo, Job, described, drawn_sets, overlap, shapes_of
 from lab.gpu.stages import Setting
 from lightning_safusion.fusion.events import WindowEvents
-from lightning_safusion.kernels.cuda import buffer
+from lightning_safusion.kernels.cuda import launch
 from lightning_safusion.kernels.cuda.buffer import Weighing, WindowKernels
 from lightning_safusion.tools.plan.work import Work
 
@@ -52,7 +52,7 @@ class Stopwatch:
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._launch = buffer.launch
+        self._launch = launch.launch
 
     def __call__(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         begin = self.place.moment()
@@ -73,7 +73,7 @@ class Started(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
-        self._launch, self._patch = buffer.launch, patch.object(buffer, "launch", self.launch)
+        self._launch, self._patch = launch.launch, patch.object(launch, "launch", self.launch)
 
     @property
     def number(self) -> int:
@@ -169,7 +169,7 @@ class Buffers:
             self.refresh()
             self.place.hold()
             watch = Stopwatch(self.place)
-            with patch.object(buffer, "launch", watch):
+            with patch.object(launch, "launch", watch):
                 self.window()
             every.append(watch.seconds())
         return {name: statistics.median(seconds[name] for seconds in every) for name in every[0]}
@@ -177,7 +177,7 @@ class Buffers:
     def host_seconds(self) -> float:
         """Of the host for each launch, while the device is busy with other work."""
         watch = Stopwatch(self.place)
-        with patch.object(buffer, "launch", watch):
+        with patch.object(launch, "launch", watch):
             self.window()
         self.place.wait()
         self.place.hold()
@@ -251,9 +251,9 @@ def _selections(
 def _variants(buffers: Buffers, seconds: Mapping[str, float], repetitions: int) -> Iterator[Figure]:
     """Times of kernels with other blocks over those with their own."""
     for option, values, kernels in VARIANTS:
-        own = getattr(buffer, option)
+        own = getattr(launch, option)
         for value in values:
-            with patch.object(buffer, option, value):
+            with patch.object(launch, option, value):
                 buffers.window()  # compiles
                 other = buffers.timed(repetitions)
             for name in kernels:

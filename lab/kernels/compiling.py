@@ -21,8 +21,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from lab.kernels.described import described
-from lightning_safusion.kernels.cuda import buffer, chosen, elements, owners
-from lightning_safusion.kernels.cuda.launch import options_of
+from lightning_safusion.kernels.cuda import buffer, chosen, elements, launch, owners
 from lightning_safusion.kernels.cuda.tables import FOUR_BITS, KINDS, Cut, Message, Runs, ShardTables, Tables
 from lightning_safusion.sparsify.base import Segments, Selection
 
@@ -58,7 +57,7 @@ class Target:
         known = self._made.get(label)
         if label in self.found and known is None:
             return  # an error
-        options = options_of(kernel, self._target.backend == "cuda")
+        options = launch.options_of(kernel, self._target.backend == "cuda")
         try:
             made = kernel.run(*arguments, grid=(programs,), warmup=True, **options, **constants)
         except Exception as error:  # whatever a compiler refuses with
@@ -94,7 +93,7 @@ def compile_buffer(own: Tables, moment: int | None, windows: int = 2) -> None:
     """Compiles what windows with a buffer start; ``moment``: kind of second moments."""
     memory, workspace = torch.zeros(own.numel + 1)[1:], buffer.Workspace(torch.device("cpu"))
     sent, received = torch.zeros(12_800, dtype=torch.uint8), torch.zeros(25_600, dtype=torch.uint8)
-    kernels = buffer.BufferKernels(own, memory, sent, received, 0, workspace)
+    kernels = buffer.BufferKernels(own, memory, sent, received, workspace)
     grads = [torch.zeros(size, dtype=KINDS[int(own.kinds[0])]) for size in own.sizes.tolist()]
     weighing = None
     if moment is not None:
@@ -116,9 +115,9 @@ def compile_chosen(own: Tables) -> None:
     grads = [torch.zeros(size) for size in own.sizes.tolist()]
     segments = Segments(own.edges, own.quotas, tuple(range(number)), ((1,),) * number)
     selection = Selection(torch.arange(50), torch.ones(50), torch.tensor(40))
-    placed = chosen.PlacedKernels(own, memory, sent, received, 0, workspace)
+    placed = chosen.PlacedKernels(own, memory, sent, received, workspace)
     placed.locate(grads, None)
-    estimated = chosen.ThresholdKernels(own, memory, sent, received, 0, workspace)
+    estimated = chosen.ThresholdKernels(own, memory, sent, received, workspace)
     estimated.locate(grads, None)
     for _ in range(2):
         placed.add(0.9)
@@ -135,7 +134,7 @@ def compile_buffers_of_several_kinds() -> None:
     sent, received, memory = (torch.zeros(size, dtype=torch.uint8) for size in (12_800, 25_600, 4 * 81_000))
     for values in (0, FOUR_BITS):
         own, workspace = tables(0, 0, values=values), buffer.Workspace(device)
-        made.append(buffer.BufferKernels(own, memory.view(torch.float32), sent, received, 0, workspace))
+        made.append(buffer.BufferKernels(own, memory.view(torch.float32), sent, received, workspace))
         made[-1].locate([torch.zeros(size) for size in own.sizes.tolist()], None)
     buffer.WindowKernels(device).commit(made)
 
@@ -150,7 +149,7 @@ def compile_owner(own: Tables, moment: int | None, windows: int = 2) -> None:
     sent, received = torch.zeros(12_800, dtype=torch.uint8), torch.zeros(2, 12_800, dtype=torch.uint8)
     mail = owners.Mail(sent, received[:1], sent, received, torch.zeros(10), 0)
     memory, workspaces = torch.zeros(own.numel + 1)[1:], [buffer.Workspace(device) for _ in range(2)]
-    kernels = owners.OwnerKernels(ShardTables(tables, tables, shard, shard, own.lanes), memory, mail, 0, *workspaces)
+    kernels = owners.OwnerKernels(ShardTables(tables, tables, shard, shard), memory, mail, 0, *workspaces)
     kernels._owned = whole
     grads = [torch.zeros(size, dtype=KINDS[int(own.kinds[0])]) for size in own.sizes.tolist()]
     weighing = None
@@ -193,7 +192,7 @@ def main() -> None:
     for number, name in enumerate(names):
         target = Target(name, number)
         triton.runtime.driver.set_active(target)
-        buffer.launch = target.launch
+        launch.launch = target.launch
         compile_all()
         found[name] = target.found
     print(json.dumps({"triton": triton.__version__, "targets": found}))

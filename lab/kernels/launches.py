@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from lab.kernels.compiling import Target, compile_buffer, compile_owner, tables
 from lab.markdown import markdown
-from lightning_safusion.kernels.cuda import buffer
+from lightning_safusion.kernels.cuda import launch as launching
 from lightning_safusion.kernels.cuda.launch import VERSION, launch, start
 
 #: A launch: kernel, programs, arguments, constants.
@@ -83,7 +83,7 @@ def noted() -> Iterator[tuple[list[Launch], list[int]]]:
         by_triton.append(len(launches) - 1)
         return run(kernel, *arguments, **options)
 
-    with patch.object(buffer, "launch", note), patch.object(JITFunction, "run", noting):
+    with patch.object(launching, "launch", note), patch.object(JITFunction, "run", noting):
         yield launches, by_triton
 
 

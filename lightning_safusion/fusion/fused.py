@@ -19,8 +19,8 @@ from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.gradients import Scratch
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves_buffers
-from lightning_safusion.kernels.cuda.tables import KINDS, ShardTables, Tables
-from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier
+from lightning_safusion.kernels.cuda.tables import KINDS, Tables
+from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.memory.residual import AutoMemory, DecoupledMomentum, ResidualMemory
 from lightning_safusion.sparsify.selection.select import ThresholdSparsifier
@@ -28,9 +28,11 @@ from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.selection.units import SpanUnits
 
 if TYPE_CHECKING:  # imports Triton
-    from lightning_safusion.kernels.cuda.buffer import BufferKernels, Weighing, WindowKernels, Workspace
+    from lightning_safusion.kernels.cuda.buffer import BufferKernels, Weighing
     from lightning_safusion.kernels.cuda.chosen import PlacedKernels, ThresholdKernels
     from lightning_safusion.kernels.cuda.owners import OwnerKernels
+    from lightning_safusion.kernels.cuda.packer import Workspace
+    from lightning_safusion.kernels.cuda.window import WindowKernels
 
 # Bits of the status of a window, as kernels.cuda.decode has them.
 DAMAGED, NOT_FINITE, IRREGULAR = 1, 2, 4
@@ -44,18 +46,12 @@ class FusedShipment(Shipment):
 
     Args:
         buffer, backward: See :class:`Shipment`.
-        memory: Of the buffer.
-        kernels: Of the buffer.
+        memory, kernels: Of the buffer.
         scales: float32 [2], the factor of the loss that gradients carry, and its reciprocal.
     """
 
     def __init__(
-        self,
-        buffer: Buffer,
-        backward: BackwardPass,
-        memory: ResidualMemory,
-        kernels: BufferKernels,
-        scales: Tensor,
+        self, buffer: Buffer, backward: BackwardPass, memory: ResidualMemory, kernels: BufferKernels, scales: Tensor
     ) -> None:
         super().__init__(buffer, backward)
         self.kernels, self._decay = kernels, memory.decay
@@ -134,9 +130,13 @@ class FusedShipment(Shipment):
     def sent_counts(self) -> np.ndarray:
         counts = np.where(self.buffer.dense, self.buffer.sizes, 0)
         if self.buffer.segments is not None:
-            counts += self._counts(self.sent()[0][: self.kernels.entries()])
+            counts += self._selected_counts()
         counts[self.absent] = 0
         return counts
+
+    def _selected_counts(self) -> np.ndarray:
+        """int64 [T], of the elements of each tensor that is not dense."""
+        return self._counts(self.sent()[0][: self.kernels.entries()])
 
 
 class ThresholdShipment(FusedShipment):
@@ -168,25 +168,13 @@ class PlacedShipment(FusedShipment):
 
 
 class OwnerShipment(FusedShipment):
-    """One buffer in one window whose shards have owners.
+    """One buffer in one window whose shards have owners."""
 
-    Args:
-        buffer, backward, memory, scales: See :class:`FusedShipment`.
-        exchange: Of the buffer.
-        kernels: Of the buffer.
-    """
+    kernels: OwnerKernels
 
-    def __init__(
-        self,
-        buffer: Buffer,
-        backward: BackwardPass,
-        memory: ResidualMemory,
-        exchange: ShardedExchange,
-        kernels: OwnerKernels,
-        scales: Tensor,
-    ) -> None:
-        super().__init__(buffer, backward, memory, kernels, scales)
-        self._exchange, self._owner = exchange, kernels
+    @property
+    def _exchange(self) -> ShardedExchange:
+        return cast(ShardedExchange, self.buffer.exchange)
 
     def advance(self, wait: bool) -> bool:
         """Adds up the shard of this worker, and launches the phase that brings the sums of all owners."""
@@ -198,31 +186,28 @@ class OwnerShipment(FusedShipment):
             self._exchange.await_first()
             with self.range("select"):
                 if self.flags is None:
-                    self._owner.locate(self.grads, None)
-                self._owner.reduce()
+                    self.kernels.locate(self.grads, None)
+                self.kernels.reduce()
             self._exchange.gather()
         except Exception as error:
             raise self._failed(error) from error
         return True
 
     def sent(self) -> tuple[Tensor, Tensor]:
-        return self._exchange.sent_with(self._owner.leaving())
+        return self._exchange.sent_with(self.kernels.leaving())
 
-    def sent_counts(self) -> np.ndarray:
-        counts = np.where(self.buffer.dense, self.buffer.sizes, 0)
-        pieces = self._exchange.first
-        starts = np.asarray(self.buffer.edges[:-1])
-        np.add.at(counts, starts.searchsorted(pieces.runs[:, 0], side="right") - 1, pieces.quotas)
-        counts[self.absent] = 0
-        return counts
+    def _selected_counts(self) -> np.ndarray:
+        pieces, edges = self._exchange.first, np.asarray(self.buffer.edges)
+        tensors = edges[:-1].searchsorted(pieces.runs[:, 0], side="right") - 1
+        return np.bincount(tensors, pieces.quotas, len(edges) - 1).astype(np.int64)
 
 
 def _weighing(units: SpanUnits | None) -> Weighing | None:
     """What the kernels take of the units."""
-    from lightning_safusion.kernels.cuda.buffer import Weighing  # imports Triton
-
     if units is None:
         return None
+    from lightning_safusion.kernels.cuda.buffer import Weighing  # imports Triton
+
     moments = [None if moment is None else moment.values for moment in units.moments]
     known = [values if values is None or values.dtype in KINDS else values.float() for values in moments]
     epsilons = [0.0 if moment is None else moment.epsilon for moment in units.moments]
@@ -244,8 +229,7 @@ class FusedPath:
         self.announce: Callable[[str], None] | None = None
         self._named: set[str] = set()  # reasons that were announced
         self._scaled: tuple[Tensor, Tensor] | None = None  # a window's factor; and with its reciprocal
-        self._workspace: Workspace | None = None
-        self._owning: Workspace | None = None
+        self._workspaces: tuple[Workspace, ...] = ()
         self._windows: WindowKernels | None = None
 
     @cached_property
@@ -254,84 +238,72 @@ class FusedPath:
         return serves_buffers(self._device)
 
     @property
+    def workspaces(self) -> tuple[Workspace, ...]:
+        """Of the stream on which workers select, and of that on which owners do."""
+        if not self._workspaces:
+            from lightning_safusion.kernels.cuda.packer import Workspace  # imports Triton
+
+            self._workspaces = Workspace(self._device), Workspace(self._device)
+        return self._workspaces
+
+    @property
     def windows(self) -> WindowKernels:
         """Those of the windows; made when they are needed first."""
         if self._windows is None:
-            from lightning_safusion.kernels.cuda.buffer import WindowKernels  # imports Triton
+            from lightning_safusion.kernels.cuda.window import WindowKernels  # imports Triton
 
             self._windows = WindowKernels(self._device)
         return self._windows
 
     def shipment(self, buffer: Buffer, backward: BackwardPass, selector: Selector) -> Shipment:
         """A buffer in a window; fused where kernels serve all of its parts."""
-        memory, exchange = buffer.memory, buffer.exchange
-        if isinstance(memory, ResidualMemory) and _served(buffer) and self.serves:
-            if isinstance(exchange, SparseAllGather):
-                made = buffer.constant("kernels", lambda: self._kernels(buffer, exchange, selector))
-                if made is not None:
-                    shipment, kernels = made
-                    return shipment(buffer, backward, memory, kernels, self._scales(backward))
-            if isinstance(exchange, ShardedExchange):
-                owner = buffer.constant("kernels", lambda: self._owner_kernels(buffer, exchange, selector))
-                if owner is not None:
-                    return OwnerShipment(buffer, backward, memory, exchange, owner, self._scales(backward))
-        if self.announce is not None and buffer.segments is not None:
-            self._name(buffer, self.announce)
-        return Shipment(buffer, backward)
-
-    def _name(self, buffer: Buffer, announce: Callable[[str], None]) -> None:
-        """Says what of a buffer the kernels do not know, if it is new."""
-        what = _unknown(buffer)
-        if what not in self._named:
+        memory, fits = buffer.memory, buffer.dtypes <= {*KINDS} and 0 < buffer.edges[-1] <= MOST_ELEMENTS
+        if isinstance(memory, ResidualMemory) and type(memory) in RESIDUALS and fits and self.serves:
+            made = buffer.constant("kernels", lambda: self._kernels(buffer, selector))
+            if made is not None:
+                shipment, kernels = made
+                return shipment(buffer, backward, memory, kernels, self._scales(backward))
+        if self.announce is not None and buffer.segments is not None and (what := _unknown(buffer)) not in self._named:
             self._named.add(what)
-            announce(
+            self.announce(
                 f"there are no fused kernels for {what}: PyTorch's operations, which sort all elements of a buffer, "
                 f"take their place there, now for {buffer.title}"
             )
+        return Shipment(buffer, backward)
 
     def _scales(self, backward: BackwardPass) -> Tensor:
         """float32 [2], the factor of the loss in a window, and its reciprocal."""
         if backward.scale is None:
-            return self._workspaces()[0].unscaled
+            return self.workspaces[0].unscaled
         if self._scaled is None or self._scaled[0] is not backward.scale:
             factor = backward.scale.float().view(1)
             self._scaled = backward.scale, torch.cat([factor, factor.reciprocal()])
         return self._scaled[1]
 
-    def _kernels(
-        self, buffer: Buffer, exchange: SparseAllGather, selector: Selector
-    ) -> tuple[type[FusedShipment], BufferKernels] | None:
-        tables = _tables(buffer, exchange)
-        if tables is None:
+    def _kernels(self, buffer: Buffer, selector: Selector) -> tuple[type[FusedShipment], BufferKernels] | None:
+        """What takes a buffer through a window, and its kernels; None if they do not serve it."""
+        exchange, segments = buffer.exchange, buffer.segments
+        kinds = np.array([KINDS.index(dtype) for dtype in buffer.each_dtype])
+        largest = type(selector.sparsifier) is TopK
+        if isinstance(exchange, ShardedExchange):
+            if segments is None or buffer.fused or not largest or (shards := shard_tables(exchange, kinds)) is None:
+                return None
+            from lightning_safusion.kernels.cuda.owners import Mail, OwnerKernels  # imports Triton
+
+            sums, lane = exchange.gathered_sums, exchange.lane.message
+            mail = Mail(exchange.sending, exchange.arriving, exchange.sums, sums, lane, sum(exchange.out_sizes))
+            return OwnerShipment, OwnerKernels(shards, buffer.span, mail, exchange.transport.rank, *self.workspaces)
+        if type(exchange) is not SparseAllGather or (tables := _tables(buffer, exchange, kinds)) is None:
             return None
         from lightning_safusion.kernels.cuda.buffer import BufferKernels  # these import Triton
         from lightning_safusion.kernels.cuda.chosen import PlacedKernels, ThresholdKernels
 
-        shipment, kernels = FusedShipment, BufferKernels
-        if buffer.segments is not None and type(selector.sparsifier) is not TopK:
-            estimates = _estimates_thresholds(selector.sparsifier) and not buffer.segments.pool
-            shipment, kernels = (ThresholdShipment, ThresholdKernels) if estimates else (PlacedShipment, PlacedKernels)
-        rank = exchange.transport.rank
-        return shipment, kernels(tables, buffer.span, *exchange.messages, rank, self._workspaces()[0])
-
-    def _owner_kernels(self, buffer: Buffer, exchange: ShardedExchange, selector: Selector) -> OwnerKernels | None:
-        tables = _shard_tables(buffer, exchange, selector)
-        if tables is None:
-            return None
-        from lightning_safusion.kernels.cuda.owners import Mail, OwnerKernels  # imports Triton
-
-        sums, lane = exchange.gathered_sums, exchange.lane.message
-        before = sum(exchange.out_sizes)
-        mail = Mail(exchange.sending, exchange.arriving, exchange.sums, sums, lane, before)
-        return OwnerKernels(tables, buffer.span, mail, exchange.transport.rank, *self._workspaces())
-
-    def _workspaces(self) -> tuple[Workspace, Workspace]:
-        """Of the stream on which workers select, and of that on which owners do."""
-        from lightning_safusion.kernels.cuda.buffer import Workspace  # imports Triton
-
-        self._workspace = self._workspace or Workspace(self._device)
-        self._owning = self._owning or Workspace(self._device)
-        return self._workspace, self._owning
+        shipment, made = FusedShipment, BufferKernels
+        if segments is not None and not largest:
+            select = type(selector.sparsifier).select  # what exceeds its thresholds, and nothing else?
+            estimates = select is ThresholdSparsifier.select and not segments.pool
+            shipment, made = (ThresholdShipment, ThresholdKernels) if estimates else (PlacedShipment, PlacedKernels)
+        return shipment, made(tables, buffer.span, *exchange.messages, self.workspaces[0])
 
     def commit(self, shipments: Sequence[FusedShipment], good: bool = True) -> None:
         """Takes what fused shipments have sent out of the residual, if nothing is wrong with the window.
@@ -353,35 +325,18 @@ class FusedPath:
 
     def release(self) -> None:
         """Frees the memory of selections; buffers that stay take other memory."""
-        for workspace in (self._workspace, self._owning):
-            if workspace is not None:
-                workspace.release()
+        for workspace in self._workspaces:
+            workspace.release()
 
 
-def _tables(buffer: Buffer, exchange: SparseAllGather) -> Tables | None:
+def _tables(buffer: Buffer, exchange: SparseAllGather, kinds: np.ndarray) -> Tables | None:
     """What kernels are told of a buffer; None if they do not serve it."""
     segments, edges = buffer.segments, np.asarray(buffer.edges, np.int64)
-    if type(exchange) is not SparseAllGather:
-        return None
-    if segments is not None and not np.array_equal(segments.edges, edges):
-        return None
     message = exchange.message_format()
-    if message is None:
+    if message is None or (segments is not None and not np.array_equal(segments.edges, edges)):
         return None
     quotas, pool = (np.zeros(len(edges) - 1, np.int64), 0) if segments is None else (segments.quotas, segments.pool)
-    return Tables(edges, quotas, pool, _kinds(buffer), exchange.lane_places(), message)
-
-
-def _shard_tables(buffer: Buffer, exchange: ShardedExchange, selector: Selector) -> ShardTables | None:
-    """What kernels are told of a buffer whose shards have owners; None if they do not serve it."""
-    if buffer.segments is None or buffer.fused or type(selector.sparsifier) is not TopK:
-        return None
-    return shard_tables(exchange, _kinds(buffer))
-
-
-def _served(buffer: Buffer) -> bool:
-    """Whether memory, types and length are those that kernels know."""
-    return type(buffer.memory) in RESIDUALS and buffer.dtypes <= {*KINDS} and 0 < buffer.edges[-1] <= MOST_ELEMENTS
+    return Tables(edges, quotas, pool, kinds, exchange.lane_places(), message)
 
 
 def _unknown(buffer: Buffer) -> str:
@@ -392,13 +347,3 @@ def _unknown(buffer: Buffer) -> str:
     if isinstance(exchange, SparseAllGather) and exchange.codec is not None:
         return f"messages in {exchange.codec.layout}-{exchange.codec.values.name}"
     return "dense tensors in float16, or of several types, with shards"
-
-
-def _estimates_thresholds(sparsifier: Sparsifier) -> bool:
-    """Whether it selects what exceeds its thresholds, and nothing else."""
-    return isinstance(sparsifier, ThresholdSparsifier) and type(sparsifier).select is ThresholdSparsifier.select
-
-
-def _kinds(buffer: Buffer) -> np.ndarray:
-    """int64 [T], of gradients."""
-    return np.array([KINDS.index(dtype) for dtype in buffer.each_dtype])

@@ -42,15 +42,15 @@ def make_fused(make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) ->
     Triton's interpreter runs them, which one thread may use.
     """
     pytest.importorskip("triton")
-    from lightning_safusion.kernels.cuda import buffer
+    from lightning_safusion.kernels.cuda import launch
 
-    launch, lock = buffer.launch, Lock()
+    start, lock = launch.launch, Lock()
 
     def alone(*arguments: Any, **constants: Any) -> None:
         with lock:
-            launch(*arguments, **constants)
+            start(*arguments, **constants)
 
-    monkeypatch.setattr(buffer, "launch", alone)
+    monkeypatch.setattr(launch, "launch", alone)
 
     def build(*arguments: Any, deferred: bool = False, kernels: bool | None = None, **options: Any) -> Cluster:
         cluster = make(*arguments, deferred=deferred, **options)

@@ -26,7 +26,7 @@ from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
-from lightning_safusion.kernels.cuda import buffer
+from lightning_safusion.kernels.cuda import launch
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from lightning_safusion.tools.plan import work
 from lightning_safusion.tools.plan.paths import FusedKernels, FusedShards
@@ -95,8 +95,8 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, specs: list[TensorSpec], **options: Any) -> None:
         read_nothing(monkeypatch)
         monkeypatch.setattr(fused, "serves_buffers", lambda device: True)
-        monkeypatch.setattr(buffer, "launch", self.launch)
-        monkeypatch.setattr(buffer, "address_of", id)
+        monkeypatch.setattr(launch, "launch", self.launch)
+        monkeypatch.setattr(launch, "address_of", id)
         self.counting, self.specs = Counting(), specs
         self.grads: dict[int, Tensor] = {}
         self.options = {"collective": "allgather", "wire": "q4", "density": 0.1} | options
@@ -121,8 +121,7 @@ class Device:
 
     def temporary(self, engine: Engine) -> int:
         """Bytes that selections use in turn, without keys."""
-        workspaces = engine.fused._workspace, engine.fused._owning
-        return sum(workspace._memory.nbytes for workspace in workspaces if workspace is not None)
+        return sum(workspace._memory.nbytes for workspace in engine.fused._workspaces)
 
     def window(self, engine: Engine) -> None:
         for spec in reversed(self.specs):

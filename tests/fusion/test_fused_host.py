@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.fusion import fused
-from lightning_safusion.kernels.cuda import buffer
+from lightning_safusion.kernels.cuda import launch
 from tests.cluster import Cluster, specs
 from tests.fusion.test_fused import FULL, MIXED, SHAPES, compare_in, shipments
 from tests.quick import slow
@@ -201,7 +201,7 @@ class Beside(TorchDispatchMode):
 def test_the_host_decides_at_the_cost_of_a_window_in_which_the_device_does(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors, own = specs(((100, 50), (60,), (1,), (60, 50), (40,))), buffer.launch
+    tensors, own = specs(((100, 50), (60,), (1,), (60, 50), (40,))), launch.launch
     numel = sum(spec.numel for spec in tensors)
     costs = {}
     for name in ("device", "manual", "scaled", "unused"):
@@ -215,7 +215,7 @@ def test_the_host_decides_at_the_cost_of_a_window_in_which_the_device_does(
         compare_in([cluster])
         for seed in range(3):
             grads, beside = cluster.random_grads(seed)[0], Beside()
-            monkeypatch.setattr(buffer, "launch", partial(beside.launch, own))
+            monkeypatch.setattr(launch, "launch", partial(beside.launch, own))
             with beside if seed == 2 else nullcontext():
                 for index in cluster.order:
                     engine.push(index, grads[index], fresh=name != "unused" or index != 1)

@@ -52,7 +52,6 @@ def shard_tables(exchange: ShardedExchange, kinds: np.ndarray) -> ShardTables | 
         ),
         _of_shard(pieces.owned(rank), exchange.out[rank], exchange.arriving.shape[1], header),
         _of_shard(exchange.second.owned(rank), exchange.delivered[rank], len(exchange.sums), 0),
-        lanes,
     )
 
 

@@ -6,7 +6,7 @@ cannot be used, and for other parts than the kernels know, the PyTorch operation
 
 ``buffer.BufferKernels`` takes a buffer from gradients to a message in 7 launches, or 10 where tensors share a pool, and
 from the messages of all ranks to means in 1; ``owners.OwnerKernels`` does so where shards have owners, who add up and
-select again in 7; ``chosen`` has the kernels for other compressors than Top-k; ``buffer.WindowKernels`` ends a window
+select again in 7; ``chosen`` has the kernels for other compressors than Top-k; ``window.WindowKernels`` ends a window
 of all buffers in 1. ``tables`` says how a buffer is described to them.
 
 Nothing here waits for the device, and every result is the same bits in every run: atomics add integers only, and
@@ -28,22 +28,17 @@ __all__ = ["MOST_ELEMENTS", "serves", "serves_buffers"]
 MOST_ELEMENTS = 2**31 - 2**13
 
 
+@cache
 def serves(device: torch.device) -> bool:
     """Whether the kernels run on ``device``; compiles the smallest of them on the first call for a CUDA device."""
-    return device.type == "cuda" and usable(device)
+    if device.type != "cuda" or not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    return _try("launch", device)
 
 
 def serves_buffers(device: torch.device) -> bool:
     """Whether those of whole buffers run on ``device`` too; compiles them on the first call for a CUDA device."""
     return serves(device) and _try("buffer", device)
-
-
-@cache
-def usable(device: torch.device) -> bool:
-    """Whether the kernels can be compiled for ``device`` and run there; tried once."""
-    if not torch.cuda.is_available() or find_spec("triton") is None:
-        return False
-    return _try("launch", device)
 
 
 @cache

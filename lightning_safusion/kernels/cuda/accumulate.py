@@ -1,11 +1,20 @@
-"""The kernel that adds gradients to the residual and prepares the selection, in one pass over both."""
+"""The kernels that add gradients to the residual and count the digits of keys: in one pass, but for few of them."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from lightning_safusion.kernels.cuda.elements import BAD, INFINITE, load_float, magnitudes, quotient, root, store_float
+from lightning_safusion.kernels.cuda.elements import (
+    BAD,
+    INFINITE,
+    MAGNITUDE,
+    load_float,
+    magnitudes,
+    quotient,
+    root,
+    store_float,
+)
 from lightning_safusion.kernels.cuda.rows import EDGES, FLAGS, GRADS, LANES, MOMENTS, QUOTAS, ROWS
 
 
@@ -30,7 +39,7 @@ def uncounted_digits(limits: tl.tensor, tensor: tl.tensor, bits: tl.tensor) -> t
     """Keys with this first digit or a lesser one are not counted at first: the limit of the last window was above.
 
     Few keys are left: a device adds to its memory at a small part of the rate at which it reads. Where they are fewer
-    than a quota, :func:`~lightning_safusion.kernels.cuda.digits.count_rest` counts the others. Digit 0 is never
+    than a quota, :func:`count_rest` counts the others. Digit 0 is never
     counted, since all keys are that or more.
     """
     floor = tl.maximum(tl.load(limits + tensor) - _MARGIN, 0) >> (31 - bits)
@@ -116,3 +125,76 @@ def compensate(
             tl.atomic_add(histogram + digits, 1, mask=digits > uncounted, sem="relaxed")
     flags += tl.load(tensors + FLAGS * (number + 1) + tensor)
     tl.atomic_or(flags, BAD, mask=tl.max(bad, 0) > 0, sem="relaxed")
+
+
+_COPIES = tl.constexpr(2)  # histograms that are added up together
+
+
+@triton.jit(do_not_specialize=["number", "count"], do_not_specialize_on_alignment=["keys"])
+def count_rest(
+    keys: tl.tensor,
+    chunks: tl.tensor,
+    tensors: tl.tensor,
+    histogram: tl.tensor,
+    limits: tl.tensor,
+    counted: tl.tensor,
+    number: tl.tensor,
+    count: tl.tensor,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Counts the first digits that were not counted, where those that were (``counted``, int32 [T]) are fewer than the
+    quota: the limit has fallen far. A program for each chunk."""
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunks + chunk)
+    uncounted = uncounted_digits(limits, tensor, BITS)
+    if (uncounted > 0) & (tl.load(counted + tensor) < tl.load(tensors + QUOTAS * (number + 1) + tensor)):
+        start, stop = tl.load(chunks + count + chunk), tl.load(chunks + 2 * count + chunk)
+        histogram += tl.load(tensors + ROWS * (number + 1) + tensor) << BITS
+        for at in range(start, stop, BLOCK):
+            offsets = at + tl.arange(0, BLOCK)
+            digits = (tl.load(keys + offsets, mask=offsets < stop, other=0) & MAGNITUDE) >> (31 - BITS)
+            tl.atomic_add(histogram + digits, 1, mask=(digits > 0) & (digits <= uncounted), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["number"])
+def share(
+    histogram: tl.tensor,
+    tensors: tl.tensor,
+    states: tl.tensor,
+    pool: tl.tensor,
+    counted: tl.tensor,
+    number: tl.tensor,
+    BITS: tl.constexpr,
+    FIRST: tl.constexpr,
+    POOLED: tl.constexpr,
+) -> None:
+    """Adds to the pool (int32 [2^BITS]) what a tensor takes if the limit of all has this digit. A program a tensor.
+
+    The first launch adds up the histograms of a tensor, into the first of them, and says how many keys they have.
+    """
+    tensor = tl.program_id(0)
+    BINS: tl.constexpr = 1 << BITS
+    quota = tl.load(tensors + QUOTAS * (number + 1) + tensor)
+    if quota > 0:
+        bins = tl.arange(0, BINS)
+        if FIRST:
+            row = tl.load(tensors + ROWS * (number + 1) + tensor)
+            copies = tl.load(tensors + ROWS * (number + 1) + tensor + 1) - row
+            own = tl.zeros([BINS], tl.int32)
+            for at in range(0, copies, _COPIES):
+                copy = at + tl.arange(0, _COPIES)
+                places = histogram + (row + copy)[:, None] * BINS + bins[None, :]
+                own += tl.sum(tl.load(places, mask=(copy < copies)[:, None], other=0), 0)
+            tl.debug_barrier()
+            tl.store(histogram + row * BINS + bins, own)
+            tl.store(counted + tensor, tl.sum(own, 0))
+        else:
+            own = tl.load(histogram + tensor * BINS + bins)
+        if POOLED:
+            at_least = tl.cumsum(own, 0, reverse=True)
+            if not FIRST:
+                at_least += tl.load(states + number + tensor)
+                if tl.load(states + 2 * number + tensor) != 0:
+                    at_least = tl.zeros([BINS], tl.int32)
+            tl.atomic_add(pool + bins, tl.maximum(quota, at_least), sem="relaxed")

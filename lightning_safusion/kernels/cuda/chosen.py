@@ -1,4 +1,4 @@
-"""The launches of a buffer whose elements another compressor than Top-k chooses."""
+"""A buffer whose elements another compressor than Top-k chooses: its launches, and kernels that estimate thresholds."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from functools import cached_property
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from lightning_safusion.kernels.cuda import buffer, statistics
-from lightning_safusion.kernels.cuda.buffer import BLOCK, BufferKernels, Weighing
-from lightning_safusion.kernels.cuda.place import place
+from lightning_safusion.kernels.cuda import encode, launch
+from lightning_safusion.kernels.cuda.buffer import BufferKernels, Weighing
+from lightning_safusion.kernels.cuda.elements import MAGNITUDE
+from lightning_safusion.kernels.cuda.packer import Constants
 from lightning_safusion.kernels.cuda.rows import QUOTAS, ROOM, SLOTS
 from lightning_safusion.kernels.cuda.tables import FOUR_BITS, WIDTH, Tables
-from lightning_safusion.kernels.cuda.workspace import Constants
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.selection.view import device_constant
@@ -27,7 +29,7 @@ class PlacedKernels(BufferKernels):
     def add(self, decay: float) -> None:
         """Adds the gradients to the residual."""
         self.packer.take(known=True)
-        self._compensate(decay, self.memory.view(torch.int32), known=True)
+        self._compensate(decay, None)
 
     def place(self, selection: Selection) -> None:
         """Takes the elements that are sent, and their values."""
@@ -38,9 +40,9 @@ class PlacedKernels(BufferKernels):
         count = -(-max(len(indices), len(self._regions)) // _PLACED)
         arrays = packer.constants.tensors, packer.constants.shape, self._regions
         steps = max(len(indices), number + 1).bit_length() + 1
-        buffer.launch(
-            place, count, indices, values, *arrays, packer.words, packer.entries, packer.largest, message.capacity,
-            number, steps, BLOCK=_PLACED, SCALED=message.values == FOUR_BITS,
+        launch.launch(
+            encode.place, count, indices, values, *arrays, packer.words, packer.entries, packer.largest,
+            message.capacity, number, steps, BLOCK=_PLACED, SCALED=message.values == FOUR_BITS,
         )  # fmt: skip
         packer.selected = True
 
@@ -60,9 +62,8 @@ class ThresholdKernels(BufferKernels):
         Returns:
             What the thresholds are estimated from: the sums, or in the units of the update their keys.
         """
-        self._keys = self.memory.view(torch.int32) if weighing is None else weighing.keys
         self.packer.take()
-        self._compensate(decay, self._keys)
+        self._keys = self._compensate(decay, weighing)
         x = self.memory
         if weighing is not None:
             x = torch.copysign(self._keys.view(torch.float32), x)
@@ -79,7 +80,6 @@ class ThresholdKernels(BufferKernels):
         constants.tensors[SLOTS.value, :number].copy_(upto - quotas)
         _set_room(constants, upto[-1:])
         self.packer.find(self._keys, self.memory)
-        self.packer.selected = True
 
     @cached_property
     def _limits(self) -> Tensor:
@@ -123,7 +123,7 @@ class KernelView(TorchView):
         found = torch.zeros(self._tables.number, dtype=torch.int32, device=self.x.device)
         span = self.x.view(torch.int32), self._constants.chunks, self._constants.tensors
         sizes = self._tables.number, self._tables.chunks.shape[1]
-        buffer.launch(statistics.count_above, sizes[1], *span, thresholds.contiguous(), found, *sizes, BLOCK=WIDTH)
+        launch.launch(count_above, sizes[1], *span, thresholds.contiguous(), found, *sizes, BLOCK=WIDTH)
         return found.long()
 
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
@@ -131,8 +131,68 @@ class KernelView(TorchView):
         sums = torch.empty(2, count, dtype=torch.float64, device=self.x.device)
         arrays = self.x, self._constants.chunks, self._constants.tensors
         sizes = self._tables.number, count
-        buffer.launch(statistics.add_up, count, *arrays, sums, *sizes, MAGNITUDES=magnitudes, BLOCK=BLOCK)
+        launch.launch(add_up, count, *arrays, sums, *sizes, MAGNITUDES=magnitudes, BLOCK=launch.BLOCK)
         total, squares = (
             torch.segment_reduce(row, "sum", lengths=self._chunks_of_each, unsafe=True, initial=0.0) for row in sums
         )
         return total, squares
+
+
+@triton.jit(do_not_specialize=["number", "count"], do_not_specialize_on_alignment=["x"])
+def count_above(
+    x: tl.tensor,
+    chunks: tl.tensor,
+    tensors: tl.tensor,
+    thresholds: tl.tensor,
+    found: tl.tensor,
+    number: tl.tensor,
+    count: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Adds to ``found`` (int32 [T]) how many magnitudes of each tensor exceed its threshold (float32 [T]).
+
+    ``x`` are the bits of the elements. None exceeds NaN. A program for each chunk.
+    """
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunks + chunk)
+    if tl.load(tensors + QUOTAS * (number + 1) + tensor) > 0:
+        start, stop = tl.load(chunks + count + chunk), tl.load(chunks + 2 * count + chunk)
+        threshold = tl.load(thresholds + tensor)
+        floor = tl.where(threshold < 0, -1, threshold.to(tl.int32, bitcast=True) & MAGNITUDE)
+        floor = tl.where(threshold != threshold, MAGNITUDE, floor)
+        above = tl.zeros([BLOCK], tl.int32)
+        for at in range(start, stop, BLOCK):
+            offsets = at + tl.arange(0, BLOCK)
+            inside = offsets < stop
+            above += (inside & ((tl.load(x + offsets, mask=inside, other=0) & MAGNITUDE) > floor)).to(tl.int32)
+        tl.atomic_add(found + tensor, tl.sum(above, 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["number", "count"], do_not_specialize_on_alignment=["x"])
+def add_up(
+    x: tl.tensor,
+    chunks: tl.tensor,
+    tensors: tl.tensor,
+    sums: tl.tensor,
+    number: tl.tensor,
+    count: tl.tensor,
+    MAGNITUDES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Sums of the elements (float32) of each chunk, or of their magnitudes, and of squares: float64 [2, count].
+
+    A program for each chunk.
+    """
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunks + chunk)
+    total, squares = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
+    if tl.load(tensors + QUOTAS * (number + 1) + tensor) > 0:
+        start, stop = tl.load(chunks + count + chunk), tl.load(chunks + 2 * count + chunk)
+        for at in range(start, stop, BLOCK):
+            offsets = at + tl.arange(0, BLOCK)
+            value = tl.load(x + offsets, mask=offsets < stop, other=0.0)
+            wide = value.to(tl.float64)
+            squares += wide * wide
+            total += tl.abs(value).to(tl.float64) if MAGNITUDES else wide
+    tl.store(sums + chunk, tl.sum(total, 0))
+    tl.store(sums + count + chunk, tl.sum(squares, 0))

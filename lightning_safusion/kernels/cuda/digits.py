@@ -14,81 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_safusion.kernels.cuda.accumulate import uncounted_digits
 from lightning_safusion.kernels.cuda.elements import DESCRIPTION, MAGNITUDE
 from lightning_safusion.kernels.cuda.rows import HIGH, LISTS, LOW, QUOTAS, ROWS, SPANS
-
-_COPIES = tl.constexpr(2)  # histograms that are added up together
-
-
-@triton.jit(do_not_specialize=["number", "count"], do_not_specialize_on_alignment=["keys"])
-def count_rest(
-    keys: tl.tensor,
-    chunks: tl.tensor,
-    tensors: tl.tensor,
-    histogram: tl.tensor,
-    limits: tl.tensor,
-    counted: tl.tensor,
-    number: tl.tensor,
-    count: tl.tensor,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Counts the first digits that were not counted, where those that were (``counted``, int32 [T]) are fewer than the
-    quota: the limit has fallen far. A program for each chunk."""
-    chunk = tl.program_id(0)
-    tensor = tl.load(chunks + chunk)
-    uncounted = uncounted_digits(limits, tensor, BITS)
-    if (uncounted > 0) & (tl.load(counted + tensor) < tl.load(tensors + QUOTAS * (number + 1) + tensor)):
-        start, stop = tl.load(chunks + count + chunk), tl.load(chunks + 2 * count + chunk)
-        histogram += tl.load(tensors + ROWS * (number + 1) + tensor) << BITS
-        for at in range(start, stop, BLOCK):
-            offsets = at + tl.arange(0, BLOCK)
-            digits = (tl.load(keys + offsets, mask=offsets < stop, other=0) & MAGNITUDE) >> (31 - BITS)
-            tl.atomic_add(histogram + digits, 1, mask=(digits > 0) & (digits <= uncounted), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["number"])
-def share(
-    histogram: tl.tensor,
-    tensors: tl.tensor,
-    states: tl.tensor,
-    pool: tl.tensor,
-    counted: tl.tensor,
-    number: tl.tensor,
-    BITS: tl.constexpr,
-    FIRST: tl.constexpr,
-    POOLED: tl.constexpr,
-) -> None:
-    """Adds to the pool (int32 [2^BITS]) what a tensor takes if the limit of all has this digit. A program a tensor.
-
-    The first launch adds up the histograms of a tensor, into the first of them, and says how many keys they have.
-    """
-    tensor = tl.program_id(0)
-    BINS: tl.constexpr = 1 << BITS
-    quota = tl.load(tensors + QUOTAS * (number + 1) + tensor)
-    if quota > 0:
-        bins = tl.arange(0, BINS)
-        if FIRST:
-            row = tl.load(tensors + ROWS * (number + 1) + tensor)
-            copies = tl.load(tensors + ROWS * (number + 1) + tensor + 1) - row
-            own = tl.zeros([BINS], tl.int32)
-            for at in range(0, copies, _COPIES):
-                copy = at + tl.arange(0, _COPIES)
-                places = histogram + (row + copy)[:, None] * BINS + bins[None, :]
-                own += tl.sum(tl.load(places, mask=(copy < copies)[:, None], other=0), 0)
-            tl.debug_barrier()
-            tl.store(histogram + row * BINS + bins, own)
-            tl.store(counted + tensor, tl.sum(own, 0))
-        else:
-            own = tl.load(histogram + tensor * BINS + bins)
-        if POOLED:
-            at_least = tl.cumsum(own, 0, reverse=True)
-            if not FIRST:
-                at_least += tl.load(states + number + tensor)
-                if tl.load(states + 2 * number + tensor) != 0:
-                    at_least = tl.zeros([BINS], tl.int32)
-            tl.atomic_add(pool + bins, tl.maximum(quota, at_least), sem="relaxed")
 
 
 @triton.jit

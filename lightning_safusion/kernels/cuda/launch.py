@@ -14,6 +14,9 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+#: Elements that a program of the kernels holds at a time; those where gradients are added, which takes more registers;
+#: bits of a message that are read together.
+BLOCK, ADDED, BITS = 1024, 512, 256
 # Warps of a program, so many that no register is spilled; of other kernels 8. write is fastest with one.
 _WARPS = dict.fromkeys(
     (
@@ -33,7 +36,8 @@ _KNOWN, _PASSES_CONSTANTS = (3, 2) <= VERSION <= (3, 9), VERSION >= (3, 3)
 _HOOKS: Any = triton.knobs.runtime if VERSION >= (3, 4) else CompiledKernel
 _HOST = -1  # the device of what is in host memory
 _MOST_VARIANTS = 1024
-_address_of = Tensor.data_ptr
+#: Where a tensor lies in the memory of its device.
+address_of: Callable[[Tensor], int] = Tensor.data_ptr
 _type_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 
 
@@ -68,7 +72,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
         start(kernel, programs, arguments, constants)
         return
     active = driver.active
-    device, addresses, given = active.get_current_device(), [*map(_address_of, tensors)], known.constants(constants)
+    device, addresses, given = active.get_current_device(), [*map(address_of, tensors)], known.constants(constants)
     key = (device, *addresses, *map(_type_of, tensors), *known.integers(numbers), *given)
     variant = known.variants.get(key)
     if tensors[0].get_device() not in (device, _HOST):
@@ -125,11 +129,6 @@ _started: dict[Any, _Started] = {}  # by the Python function of a kernel
 def _picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
     """Takes the values at some keys out of what it is given."""
     return itemgetter(*keys) if len(keys) > 1 else lambda held: tuple(held[key] for key in keys)
-
-
-def address_of(tensor: Tensor) -> int:
-    """Where a tensor lies in the memory of its device."""
-    return tensor.data_ptr()
 
 
 @triton.jit

@@ -131,14 +131,14 @@ class BufferRow(NamedTuple):
     own_tensors: int
     own_addresses: int
     own_memory: int
-    owner_sums: int
-    own_number: int
-    own_header: int
-    other_headers: int
-    header_ranks: int
-    header_stride: int
-    header_heads: int
-    report_place: int
+    owner_sums: int = 0
+    own_number: int = 0
+    own_header: int = 0
+    other_headers: int = 0
+    header_ranks: int = 0
+    header_stride: int = 0
+    header_heads: int = 0
+    report_place: int = 0
 
 
 _TABLES: tuple[Any, ...] = (TensorRows, AddressRows, MessageRow, TileRows, BufferRow)

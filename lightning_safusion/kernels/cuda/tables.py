@@ -181,7 +181,12 @@ class Tables:
     @cached_property
     def chunks(self) -> np.ndarray:
         """int32 [3, C]: tensor, first element, the one behind the last; none has elements of two tensors."""
-        return _cut(self.edges[:-1], self.sizes, self.width)
+        number = -(-self.sizes // self.width)
+        tensor = np.repeat(np.arange(self.number), number)
+        inside = np.arange(len(tensor)) - np.repeat(number.cumsum() - number, number)
+        first = self.edges[tensor] + inside * self.width
+        stop = np.minimum(first + self.width, self.edges[tensor + 1])
+        return np.stack([tensor, first, stop]).astype(np.int32)
 
     @property
     def width(self) -> int:
@@ -198,14 +203,10 @@ class Tables:
         return np.ascontiguousarray(self.chunks[:, np.isin(self.chunks[0], tensors)])
 
     @cached_property
-    def tensors_of(self) -> np.ndarray:
-        """int64 [T], the tensor that each row is or is a part of."""
-        return np.arange(self.number) if self.cut is None else self.cut.tensors
-
-    @cached_property
-    def inside(self) -> np.ndarray:
-        """int64 [T], elements of its tensor before each row."""
-        return np.zeros(self.number, np.int64) if self.cut is None else self.cut.inside
+    def pieces(self) -> Cut:
+        """What the rows are: the cut, or whole tensors."""
+        every, none = np.arange(self.number), np.zeros(self.number, np.int64)
+        return self.cut or Cut(every, none, none, [self.message], [0], none, self.number)
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -223,25 +224,15 @@ class Tables:
         own = np.minimum(width, np.ceil(width * (_LISTED * (self.limited + shared) / sizes + _MORE)))
         return np.concatenate([[0], (np.where(self.limited > 0, own, 0) * chunks).cumsum()]).astype(np.int64)
 
-    @property
-    def heads(self) -> int:
-        """Tensors in the header of a message."""
-        return self.number if self.cut is None else self.cut.heads
-
-    @cached_property
-    def owners(self) -> np.ndarray:
-        """int64 [T], the message of each row."""
-        return np.zeros(self.number, np.int64) if self.cut is None else self.cut.owners
-
     @cached_property
     def described(self) -> np.ndarray:
         """int32 [n, 16], the messages as kernels read them."""
-        if self.cut is None:
-            return self.message.described(room=self.room)[None]
-        messages, rooms = self.cut.messages, np.bincount(self.owners, self.limited, len(self.cut.messages))
+        messages, rooms = self.pieces.messages, [self.room]
+        if self.cut is not None:
+            rooms = np.bincount(self.cut.owners, self.limited, len(messages)).astype(np.int64).tolist()
         entries = accumulate((message.capacity for message in messages), initial=0)
         parts = accumulate((message.parts for message in messages), initial=0)
-        rows = zip(messages, self.cut.starts, rooms.astype(np.int64).tolist(), entries, parts, strict=False)
+        rows = zip(messages, self.pieces.starts, rooms, entries, parts, strict=False)
         return np.stack([message.described(*places) for message, *places in rows])
 
     @cached_property
@@ -257,13 +248,13 @@ class Tables:
     @cached_property
     def tensors(self) -> np.ndarray:
         """int32 [15, T + 1], as kernels read it: :class:`~lightning_safusion.kernels.cuda.rows.TensorRows`."""
-        number, runs = self.number, self.message.runs
+        number, runs, pieces = self.number, self.message.runs, self.pieces
         none = np.zeros(number, np.int64)
         own = Runs(_padded(none), _padded(none), none, none) if runs is None else runs
         ranked = np.diff(own.regions) if self.cut is None or runs is None else self.limited
         slots = np.zeros(number + 1, np.int64)
         for owner in range(len(self.described)):
-            mine = np.flatnonzero(self.owners == owner)
+            mine = np.flatnonzero(pieces.owners == owner)
             slots[mine] = self.limited[mine].cumsum() - self.limited[mine]
         rows = TensorRows(
             edges=self.edges,
@@ -275,9 +266,9 @@ class Tables:
             part_bits=_padded(own.part_bits),
             slots=slots,
             kinds=_padded(self.kinds),
-            shapes=_padded(self.owners * self.described.shape[1]),
-            flags=_padded(self.tensors_of),
-            elsewhere=_padded(none if self.cut is None else self.cut.elsewhere),
+            shapes=_padded(pieces.owners * self.described.shape[1]),
+            flags=_padded(pieces.tensors),
+            elsewhere=_padded(pieces.elsewhere),
             rows=self.rows,
             lists=self.lists,
             ranked=_padded(ranked > 0),
@@ -296,8 +287,7 @@ class Tables:
     def tiles(self) -> np.ndarray:
         """int32 [8, n]: see :class:`~lightning_safusion.kernels.cuda.rows.TileRows`."""
         runs, dense = self.message.runs, self.lanes != -1
-        messages = (self.message,) if self.cut is None else self.cut.messages
-        low_bits = np.array([message.low_bits for message in messages])[self.owners]
+        low_bits = np.array([message.low_bits for message in self.pieces.messages])[self.pieces.owners]
         region = np.full(self.number, TILE) if runs is None else 1 << (low_bits + REGION_BITS)
         length = np.where(dense, TILE, np.minimum(region, TILE))
         taken = dense | (self.limited > 0)
@@ -341,16 +331,6 @@ def _padded(row: np.ndarray) -> np.ndarray:
     return np.append(row, 0)
 
 
-def _cut(starts: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
-    """int32 [3, C]: runs cut into pieces of at most ``width`` elements: which run, first element, and end."""
-    number = -(-sizes // width)
-    owner = np.repeat(np.arange(len(sizes)), number)
-    inside = np.arange(len(owner)) - np.repeat(number.cumsum() - number, number)
-    first = starts[owner] + inside * width
-    stop = np.minimum(first + width, (starts + sizes)[owner])
-    return np.stack([owner, first, stop]).astype(np.int32)
-
-
 class ShardTables(NamedTuple):
     """What kernels are told of a buffer that workers own in shards.
 
@@ -359,11 +339,9 @@ class ShardTables(NamedTuple):
         second: The same pieces in the messages of their owners, which all have the same size.
         arriving: The pieces of its own shard, one behind the other, in a message that another has sent.
         delivering: The same in the message that it delivers; None, as ``arriving``, if it owns nothing.
-        lanes: int64 [T], bytes from the beginning of the dense tensors' memory to each, -1 for others.
     """
 
     first: Tables
     second: Tables
     arriving: Tables | None
     delivering: Tables | None
-    lanes: np.ndarray

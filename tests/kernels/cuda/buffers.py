@@ -1,18 +1,31 @@
-"""Buffers for the tests of the kernels (:mod:`lab.gpu.buffers`), drawn by Hypothesis, and what is sent of them."""
+"""Buffers for the tests of the kernels (:mod:`lab.gpu.buffers`), drawn by Hypothesis, and what the CPU makes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
-from lab.gpu.buffers import DECAY, DEVICE, HOST, Case, Rank, gather
-from lightning_safusion.kernels.cuda.buffer import WindowKernels
+from lab.gpu.buffers import DEVICE, Case, Rank
+from lightning_safusion.comm.collectives.shard_tables import shard_tables
+from lightning_safusion.comm.collectives.sharded import ShardedExchange
+from lightning_safusion.comm.exchange import Part, SpanSpec
+from lightning_safusion.kernels.cuda.buffer import BufferKernels, Weighing
+from lightning_safusion.kernels.cuda.owners import Mail, OwnerKernels
+from lightning_safusion.kernels.cuda.packer import Workspace
+from lightning_safusion.kernels.cuda.tables import ShardTables
+from lightning_safusion.kernels.cuda.window import WindowKernels
 from lightning_safusion.sparsify.base import Segments
+from lightning_safusion.sparsify.basic import TopK
+from tests.comm.exchanges import Workers, gradients, sharded
+
+Kernels = TypeVar("Kernels", bound=BufferKernels)
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 
@@ -64,16 +77,66 @@ def in_order(seed: int | None) -> Iterator[None]:
         yield
 
 
-__all__ = [
-    "DECAY",
-    "DEVICE",
-    "HOST",
-    "ORDERS",
-    "Case",
-    "Rank",
-    "WindowKernels",
-    "cases",
-    "gather",
-    "in_order",
-    "oracle",
-]
+def kernels_of(made: type[Kernels], rank: Rank) -> Kernels:
+    """Other kernels for what a rank holds."""
+    own = rank.kernels
+    kernels = made(own.tables, rank.memory, own.sent, own.received, Workspace(DEVICE))
+    kernels.sent.fill_(0)
+    return kernels
+
+
+def differing(ours: Tensor, theirs: Tensor) -> list[int]:
+    """Places of bytes or numbers that differ."""
+    return torch.ne(ours.cpu(), theirs.cpu()).nonzero().flatten().tolist()
+
+
+def check(rank: Rank, notices: int = 0, bad: Sequence[int] = ()) -> None:
+    """The kernels write what the CPU writes; ``bad``: tensors that are not finite."""
+    accumulated, keys = rank.expected()
+    expected = rank.message(accumulated, keys, bad, notices).clone()
+    written = rank.run(notices)
+    assert differing(rank.memory.view(torch.int32), accumulated.view(torch.int32)) == []
+    assert differing(written, expected) == []
+
+
+class Owner:
+    """A worker that owns a shard of two tensors, among others with which the CPU has exchanged the same gradients.
+
+    Args:
+        workers: How many there are.
+        sizes: Elements of the tensors.
+        density: Share that is sent.
+    """
+
+    def __init__(self, workers: int, sizes: tuple[int, int], density: float) -> None:
+        numel = sum(sizes)
+        team = Workers(workers, SpanSpec(numel, int(density * numel), (0, sizes[0], numel), ()), sharded("q4"))
+        xs, fresh = gradients(workers, numel), torch.ones(2, dtype=torch.uint8)
+        parts = [Part(TopK().select(x, each.segments, 0), fresh) for x, each in zip(xs, team.exchanges, strict=True)]
+        self.mean, exchange = team.step(xs, parts)[1].mean, team.exchanges[1]
+        assert isinstance(exchange, ShardedExchange)
+        tables = shard_tables(exchange, np.zeros(2, np.int64))
+        assert tables is not None
+        self.exchange: ShardedExchange = exchange
+        self.tables: ShardTables = tables
+        self.grads = [part.clone().to(DEVICE) for part in xs[1].split(sizes)]
+        known = exchange.sending, exchange.arriving, exchange.sums, exchange.gathered_sums, exchange.lane.message
+        self.mail = Mail(*(part.clone().to(DEVICE) for part in known), sum(exchange.out_sizes))
+        self.mail.sending.fill_(255)
+        self.mail.delivering.fill_(255)
+        memory = torch.zeros(numel, device=DEVICE)
+        self.kernels = OwnerKernels(tables, memory, self.mail, 1, Workspace(DEVICE), Workspace(DEVICE))
+
+    def check(self, weighing: Weighing | None = None) -> None:
+        """A window of the kernels writes the messages and means of the CPU; ``weighing``: by roots of 1."""
+        kernels, window = self.kernels, WindowKernels(DEVICE)
+        kernels.locate(self.grads, weighing)
+        kernels.select(1.0, weighing)
+        kernels.pack(0)
+        kernels.reduce()
+        kernels.decode(1.0, window.status)
+        window.commit([kernels])
+        assert int(window.status) == 0
+        assert differing(self.mail.sending, self.exchange.sending) == []
+        assert differing(self.mail.delivering, self.exchange.sums) == []
+        assert differing(torch.cat(self.grads), self.mean) == []

@@ -15,8 +15,8 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from lab.hook import all_fresh
 from lab.kernels.compiling import Target
-from lightning_safusion.comm.exchange import TensorFlag
 from lightning_safusion.fusion import fused
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.layout import TensorSpec
@@ -50,22 +50,14 @@ class Made(CompiledKernel):
         Made.started.append((self.function, *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)))
 
 
-def all_fresh(self: buffer.WindowKernels, copy: Tensor, buffers: Sequence[Any]) -> tuple[int, list[Tensor]]:
-    """What a device says at the end of a window that went well."""
-    headers = [torch.full((own.world, own.tables.heads + 1), int(TensorFlag.FRESH)) for own in buffers]
-    return 0, [torch.nn.functional.pad(header[:, :-1], (0, 1)).to(torch.uint8) for header in headers]
-
-
 def compiled(sizes: Sequence[int], workers: int, dtype: torch.dtype, **options: Any) -> list[int]:
     """How many variants of kernels each window of a job with Adam compiles, after those of the job's start."""
     specs = [TensorSpec(f"t{i}", i, (size,), size, dtype) for i, size in enumerate(sizes)]
     used = settings(**{"collective": "allgather", "wire": "q4", "density": 0.02} | options)
     device = torch.device("cpu")
     engine = build_engine(used, specs, Silent(workers), device, JobTraits(measure=False, deferred=True))
-    moments, grads = (
-        [Moment(torch.zeros(size), 1e-8) for size in sizes],
-        [torch.zeros(size, dtype=dtype) for size in sizes],
-    )
+    moments = [Moment(torch.zeros(size), 1e-8) for size in sizes]
+    grads = [torch.zeros(size, dtype=dtype) for size in sizes]
     counts = []
     for window in range(WINDOWS):
         if window == 1:  # the optimizer has stepped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from lab.gpu.buffers import Case, Rank
 from lightning_safusion.kernels.cuda import tables as tables_module
-from tests.kernels.cuda.buffers import ORDERS, Case, Rank, in_order
+from tests.kernels.cuda.buffers import ORDERS, check, in_order
 
 # Chunks have 2,048 elements: seven, none, one and seven of them.
 SIZES = (14_000, 0, 1, 13_100)
@@ -31,50 +33,31 @@ def overflown(rank: Rank) -> list[bool]:
     ]
 
 
-def check(rank: Rank) -> None:
-    """The kernels write what the CPU writes."""
-    expected = rank.message(*rank.expected()).clone()
-    assert np.flatnonzero(rank.run().cpu().numpy() != expected.numpy()).tolist() == []
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "as drawn": lambda memory: memory,
+    "cluster": lambda memory: memory[2048:4096].mul_(50),  # nearly all that is large is in the second chunk
+    "equal": lambda memory: memory.fill_(-0.25),
+    "zero": lambda memory: memory.zero_(),
+    # fewer elements than the quota are not zero
+    "few": lambda memory: memory.masked_fill_(torch.arange(len(memory), device=memory.device) % 997 != 3, 0.0),
+    "not finite": lambda memory: memory.index_copy_(
+        0, torch.tensor([5, 2100, 9000], device=memory.device), memory.new_tensor([torch.nan, torch.inf, -torch.nan])
+    ),
+}
 
 
-def cluster(memory: Tensor) -> None:
-    """Nearly all that is large is in the second chunk."""
-    memory[2048:4096] *= 50
-
-
-def equal(memory: Tensor) -> None:
-    memory[:] = -0.25
-
-
-def zero(memory: Tensor) -> None:
-    memory[:] = 0.0
-
-
-def few(memory: Tensor) -> None:
-    """Fewer elements than the quota are not zero."""
-    memory[torch.arange(len(memory)) % 997 != 3] = 0.0
-
-
-def not_finite(memory: Tensor) -> None:
-    memory[[5, 2100, 9000]] = torch.tensor([torch.nan, torch.inf, -torch.nan], device=memory.device)
-
-
-def as_drawn(memory: Tensor) -> None:
-    pass
-
-
-def made(case: Case, seed: int, change: Callable[[Tensor], None], moments: list[int] | None = None) -> Rank:
+def made(case: Case, seed: int, change: str, moments: list[int] | None = None) -> Rank:
     """A rank whose gradients add nothing to a residual that is changed."""
     rank = Rank.of(case, 0, seed, moments)
     for grad in rank.grads:
         grad.zero_()
-    change(rank.memory)
+    CHANGES[change](rank.memory)
     return rank
 
 
 @pytest.mark.parametrize("pooled", [False, True])
 def test_a_tensor_with_listed_chunks_and_one_that_has_too_few_slots(pooled: bool) -> None:
-    rank = made(Case(SIZES, 0.02, pooled), 3, cluster)
+    rank = made(Case(SIZES, 0.02, pooled), 3, "cluster")
     assert rank.kernels.tables.digits == (11, 10, 10)
     check(rank)
     assert overflown(rank)[:7] == [False, True, *[False] * 5]
@@ -83,7 +66,7 @@ def test_a_tensor_with_listed_chunks_and_one_that_has_too_few_slots(pooled: bool
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(
-    st.sampled_from([cluster, equal, zero, few, not_finite, as_drawn]),
+    st.sampled_from(sorted(CHANGES)),
     st.sampled_from([0.02, 0.1, 0.24]),
     st.booleans(),
     st.sampled_from([None, [0] * 4, [1] * 4]),
@@ -91,7 +74,7 @@ def test_a_tensor_with_listed_chunks_and_one_that_has_too_few_slots(pooled: bool
     ORDERS,
 )
 def test_messages_are_those_of_the_cpu(
-    change: Callable[[Tensor], None],
+    change: str,
     density: float,
     pooled: bool,
     moments: list[int] | None,
@@ -102,7 +85,7 @@ def test_messages_are_those_of_the_cpu(
     with pytest.MonkeyPatch.context() as patched, in_order(order):
         patched.setattr(tables_module, "SHARING", sharing)
         # a scale that is not a number has other bits on the CPU
-        wire = "fp32" if change is not_finite else "q4"
+        wire = "fp32" if change == "not finite" else "q4"
         rank = made(Case(SIZES, density, pooled, wire=wire), 5, change, moments)
         assert int(rank.kernels.tables.rows[-1]) >= 2 + 2 * -(-7 // sharing)
         check(rank)
@@ -110,9 +93,7 @@ def test_messages_are_those_of_the_cpu(
 
 def test_slots_follow_the_quotas_of_tensors() -> None:
     tables = Rank.of(Case(SIZES, 0.02), 0, 1).kernels.tables
-    other = type(tables)(
-        tables.edges, tables.quotas * np.array([5, 1, 1, 0]), 0, tables.kinds, tables.lanes, tables.message
-    )
+    other = replace(tables, quotas=tables.quotas * np.array([5, 1, 1, 0]))
     few, many = np.diff(tables.lists), np.diff(other.lists)
     assert many[0] > 2 * few[0] > 0
     assert few[1] == many[1] == many[3] == 0 < few[3]
@@ -121,6 +102,7 @@ def test_slots_follow_the_quotas_of_tensors() -> None:
 
 def test_short_digits_list_nothing() -> None:
     rank = Rank.of(Case((300,) * 5), 0, 1)
+    assert rank.kernels.tables.digits == (8, 8, 8, 7)
     assert not rank.kernels.tables.lists.any()
     check(rank)
     assert all(overflown(rank))
@@ -134,7 +116,7 @@ def test_limits_of_the_last_window_change_no_message(
     sizes: tuple[int, ...], moments: list[int] | None, factors: list[float], seed: int
 ) -> None:
     """However far limits fall or rise from one window to the next: those that counted too few keys count the others."""
-    rank = made(Case(sizes, 0.02), seed, as_drawn, moments)
+    rank = made(Case(sizes, 0.02), seed, "as drawn", moments)
     for factor in [1.0, *factors]:
         rank.memory.mul_(factor)
         _, keys = rank.expected()
@@ -144,7 +126,7 @@ def test_limits_of_the_last_window_change_no_message(
 
 
 def test_first_digits_are_counted_near_the_limit_of_the_last_window_only() -> None:
-    rank = made(Case((9000,), 0.02), 4, as_drawn)
+    rank = made(Case((9000,), 0.02), 4, "as drawn")
     counted = []
     for factor in (1.0, 1.0, 0.01):
         rank.memory.mul_(factor)

@@ -9,7 +9,6 @@ Covers: positions that are known, fewer than there is room for, none, and with p
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -20,23 +19,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from lab.gpu.buffers import DECAY, DEVICE, Case, Rank
 from lightning_safusion.comm.exchange import Part
-from lightning_safusion.kernels.cuda.buffer import BufferKernels, Workspace
 from lightning_safusion.kernels.cuda.chosen import PlacedKernels, ThresholdKernels
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.view import NumpyView
-from tests.kernels.cuda.buffers import DECAY, DEVICE, ORDERS, Case, Rank, cases, in_order
+from tests.kernels.cuda.buffers import ORDERS, cases, differing, in_order, kernels_of
 
-Kernels = TypeVar("Kernels", bound=BufferKernels)
 EXAMPLES = 5  # a fifth of a second each in the interpreter
-
-
-def kernels_of(made: type[Kernels], rank: Rank) -> Kernels:
-    """Other kernels for what a rank holds."""
-    own = rank.kernels
-    kernels = made(own.tables, rank.memory, own.sent, own.received, 0, Workspace(DEVICE))
-    kernels.sent.fill_(0)
-    return kernels
 
 
 def expected(rank: Rank, accumulated: Tensor, selection: Selection) -> Tensor:
@@ -77,8 +67,8 @@ def test_known_positions_are_written_as_by_the_cpu(
         kernels.add(DECAY)
         kernels.place(selection)
         kernels.pack(0)
-    assert torch.equal(rank.memory.cpu().view(torch.int32), accumulated.view(torch.int32))
-    assert np.flatnonzero(kernels.sent.cpu().numpy() != told.numpy()).tolist() == []
+    assert differing(rank.memory.view(torch.int32), accumulated.view(torch.int32)) == []
+    assert differing(kernels.sent, told) == []
     assert kernels.entries() == number
 
 
@@ -104,7 +94,7 @@ def test_what_exceeds_thresholds_is_written_as_by_the_cpu(case: Case, seed: int,
         magnitudes = view.moments(magnitudes=True)[0].cpu()
         kernels.find(view, thresholds.to(DEVICE))
         kernels.pack(0)
-    assert np.flatnonzero(kernels.sent.cpu().numpy() != told.numpy()).tolist() == []
+    assert differing(kernels.sent, told) == []
     live = torch.from_numpy(segments.quotas > 0)
     assert torch.equal(counts[live], oracle.count_above(thresholds)[live])
     for found, exact in zip((*sums, magnitudes), (*oracle.moments(), oracle.abs_sums()), strict=True):

@@ -16,18 +16,16 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from lightning_safusion.comm.collectives.shard_tables import shard_tables
-from lightning_safusion.comm.collectives.sharded import ShardedExchange
-from lightning_safusion.comm.exchange import Part, SpanSpec, aligned
+from lab.gpu.buffers import DECAY, DEVICE, Case, Rank, gather
+from lightning_safusion.comm.exchange import Part, aligned
 from lightning_safusion.comm.wire import elias_fano
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda import elements
-from lightning_safusion.kernels.cuda.buffer import Workspace
 from lightning_safusion.kernels.cuda.chosen import PlacedKernels
-from lightning_safusion.kernels.cuda.owners import Mail, OwnerKernels
+from lightning_safusion.kernels.cuda.window import WindowKernels
 from lightning_safusion.sparsify.basic import TopK
-from tests.comm.exchanges import Workers, gradients, sharded
-from tests.kernels.cuda.buffers import DECAY, DEVICE, Case, Rank, WindowKernels, gather
+from tests.kernels.cuda import buffers
+from tests.kernels.cuda.buffers import Owner, differing, kernels_of
 
 BORDER = 100  # for the interpreter and for NumPy: with the true one a message takes ten seconds in the interpreter
 
@@ -54,16 +52,15 @@ def of(capacity: int, density: float = 0.1) -> Rank:
 
 def check(rank: Rank, narrow: bool) -> None:
     """What is selected, decoded and committed is what the CPU makes of it; damage is seen."""
-    expected = rank.message(*rank.expected()).clone()
-    assert np.flatnonzero(rank.run().cpu().numpy() != expected.numpy()).tolist() == []
+    buffers.check(rank)
     gather([rank])
     mean = rank.mean()
     remaining, window = rank.left(mean), WindowKernels(DEVICE)
     rank.kernels.decode(DECAY, window.status)
     window.commit([rank.kernels])
     assert int(window.status) == 0
-    assert torch.equal(torch.cat([grad.cpu() for grad in rank.grads]), mean)
-    assert torch.equal(rank.memory.cpu(), remaining)
+    assert differing(torch.cat(rank.grads), mean) == []
+    assert differing(rank.memory, remaining) == []
     first = 4 * rank.kernels.tables.message.fields[0]
     rank.kernels.received[first + (2 if narrow else 4)] ^= 1  # the lowest bit of the second
     rank.kernels.decode(DECAY, window.status)
@@ -89,56 +86,22 @@ def test_what_is_placed(capacity: int) -> None:
     assert segments is not None
     selection = TopK().select(accumulated, segments, 0)
     rank.exchange.encode(accumulated, Part(selection, torch.ones(2, dtype=torch.uint8)))
-    own = rank.kernels
-    kernels = PlacedKernels(own.tables, rank.memory, own.sent, own.received, 0, Workspace(DEVICE))
+    kernels = kernels_of(PlacedKernels, rank)
     kernels.sent.fill_(255)  # every byte is written
     kernels.locate(rank.grads, None)
     kernels.add(DECAY)
     kernels.place(selection)
     kernels.pack(0)
-    assert np.flatnonzero(kernels.sent.cpu().numpy() != rank.exchange.messages[0].numpy()).tolist() == []
+    assert differing(kernels.sent, rank.exchange.messages[0]) == []
 
 
 @pytest.mark.parametrize("bits", [16, 32])
 def test_messages_to_and_of_owners(request: pytest.FixtureRequest, bits: int) -> None:
     if bits == 32:
         request.getfixturevalue("low_border")
-    sizes, numel = (2900, 100), 3000
-    team = Workers(2, SpanSpec(numel, 600, (0, sizes[0], numel), ()), sharded("q4"))
-    xs = gradients(2, numel)
-    parts = [
-        Part(TopK().select(x, exchange.segments, 0), torch.ones(2, dtype=torch.uint8))
-        for x, exchange in zip(xs, team.exchanges, strict=True)
-    ]
-    mean, exchange = team.step(xs, parts)[1].mean, team.exchanges[1]
-    assert isinstance(exchange, ShardedExchange)
-    tables = shard_tables(exchange, np.zeros(2, np.int64))
-    assert tables is not None
-    assert tables.delivering is not None
-    message = tables.delivering.message
+    owner = Owner(2, (2900, 100), 0.2)
+    assert owner.tables.delivering is not None
+    message = owner.tables.delivering.message
     assert message.runs is not None
     assert 4 * (message.fields[1] - message.fields[0]) == aligned((int(message.runs.regions[-1]) + 1) * bits // 8, 16)
-    memory, grads = torch.zeros(numel, device=DEVICE), [part.clone().to(DEVICE) for part in xs[1].split(sizes)]
-    sending, arriving, sums, gathered, lane = (
-        part.to(DEVICE)
-        for part in (
-            torch.full_like(exchange.sending, 255),
-            exchange.arriving,
-            torch.full_like(exchange.sums, 255),
-            exchange.gathered_sums,
-            exchange.lane.message,
-        )
-    )
-    mail = Mail(sending, arriving.clone(), sums, gathered.clone(), lane, sum(exchange.out_sizes))
-    kernels = OwnerKernels(tables, memory, mail, 1, Workspace(DEVICE), Workspace(DEVICE))
-    kernels.locate(grads, None)
-    kernels.select(1.0, None)
-    kernels.pack(0)
-    kernels.reduce()
-    window = WindowKernels(DEVICE)
-    kernels.decode(1.0, window.status)
-    window.commit([kernels])
-    assert int(window.status) == 0
-    assert torch.equal(mail.sending.cpu(), exchange.sending)
-    assert torch.equal(mail.delivering.cpu(), exchange.sums)
-    assert torch.equal(torch.cat(grads).cpu(), mean)
+    owner.check()

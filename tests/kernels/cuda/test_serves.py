@@ -35,3 +35,7 @@ def test_pieces_of_the_workspace_begin_at_16_bytes(number: int) -> None:
     assert [len(piece) for piece in pieces] == [number, 2 * number, 9, number]
     assert all(piece.data_ptr() % 16 == 0 for piece in pieces)
     assert not torch.cat(pieces[:2]).any()
+    workspace.release()
+    again = workspace.take([5, number], 1)
+    assert [len(piece) for piece in again] == [5, number]
+    assert not again[0].any()

@@ -16,18 +16,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from lightning_safusion.comm.collectives.shard_tables import shard_tables
-from lightning_safusion.comm.collectives.sharded import ShardedExchange
-from lightning_safusion.comm.exchange import Part, SpanSpec
-from lightning_safusion.kernels.cuda import buffer
-from lightning_safusion.kernels.cuda.buffer import Packer, Weighing, Workspace
+from lab.gpu.buffers import DECAY, HOST, Case, Rank, gather
+from lightning_safusion.kernels.cuda import launch
+from lightning_safusion.kernels.cuda.buffer import Packer, Weighing
 from lightning_safusion.kernels.cuda.chosen import PlacedKernels, ThresholdKernels
-from lightning_safusion.kernels.cuda.owners import Mail, OwnerKernels
+from lightning_safusion.kernels.cuda.window import WindowKernels
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.tools.plan import work
 from lightning_safusion.tools.plan.paths import FusedShards
-from tests.comm.exchanges import Workers, gradients, sharded
-from tests.kernels.cuda.buffers import DECAY, HOST, Case, Rank, WindowKernels, gather
+from tests.kernels.cuda.buffers import Owner, kernels_of
 
 pytestmark = [
     pytest.mark.slow,  # the interpreter counts every access
@@ -82,7 +79,7 @@ def _run(tensor: Tensor) -> tuple[int, int]:
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     builder = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
-    found, launch = Traffic(builder), buffer.launch
+    found, start = Traffic(builder), launch.launch
     load, store, change = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
 
     def loaded(ptrs: Any, mask: Any, *rest: Any) -> Any:
@@ -99,12 +96,12 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
 
     def launched(kernel: Any, *arguments: Any, **constants: Any) -> None:
         found.begin(kernel.fn.__name__)
-        launch(kernel, *arguments, **constants)
+        start(kernel, *arguments, **constants)
 
     monkeypatch.setattr(builder, "create_masked_load", loaded)
     monkeypatch.setattr(builder, "create_masked_store", stored)
     monkeypatch.setattr(builder, "create_atomic_rmw", changed)
-    monkeypatch.setattr(buffer, "launch", launched)
+    monkeypatch.setattr(launch, "launch", launched)
     return found
 
 
@@ -170,11 +167,9 @@ def test_bytes_of_an_element_that_is_chosen_or_exceeds_a_threshold(traffic: Traf
     case = Case((40_000, 20_000), 0.1)
     rank, elements, segments = Rank.of(case, 0, 3), float(sum(case.sizes)), case.segments
     assert segments is not None
-    own = rank.kernels
-    arguments = own.tables, rank.memory, own.sent, own.received, 0, own.packer.workspace
     span = work.Span(elements, 0.1 * elements, len(case.sizes))
     selection = TopK().select(rank.memory, segments, 0)
-    placing = PlacedKernels(*arguments)
+    placing = kernels_of(PlacedKernels, rank)
     placing.locate(rank.grads, None)
     placing.add(DECAY)
     parts = selection.indices, selection.values, placing.packer.entries, placing.sent
@@ -182,7 +177,7 @@ def test_bytes_of_an_element_that_is_chosen_or_exceeds_a_threshold(traffic: Traf
     traffic.follow(*parts)
     placing.place(selection)
     assert traffic.bytes["place"] == pytest.approx(work.placement(span)["write"].nbytes, rel=0.15)
-    estimating = ThresholdKernels(*arguments)
+    estimating = kernels_of(ThresholdKernels, rank)
     estimating.locate(rank.grads, None)
     view = estimating.add(DECAY, None, segments)
     traffic.bytes.clear()
@@ -191,18 +186,6 @@ def test_bytes_of_an_element_that_is_chosen_or_exceeds_a_threshold(traffic: Traf
     for _ in range(3):
         view.count_above(torch.zeros(len(case.sizes)))
     assert sum(traffic.bytes.values()) == pytest.approx(work.estimation(span, 2).nbytes, rel=0.01)
-
-
-def unwritten(exchange: ShardedExchange) -> Mail:
-    """Memory of its messages: those of others are there, its own are not."""
-    return Mail(
-        torch.zeros_like(exchange.sending),
-        exchange.arriving.clone(),
-        torch.zeros_like(exchange.sums),
-        exchange.gathered_sums.clone(),
-        exchange.lane.message,
-        sum(exchange.out_sizes),
-    )
 
 
 @pytest.mark.parametrize(
@@ -215,40 +198,17 @@ def unwritten(exchange: ShardedExchange) -> Mail:
 )
 def test_bytes_of_an_element_where_owners_reduce(traffic: Traffic, workers: int, by_update: bool, most: float) -> None:
     sizes, density = (40_000, 20_000), 0.1
-    numel = sum(sizes)
-    team = Workers(workers, SpanSpec(numel, int(density * numel), (0, sizes[0], numel), ()), sharded("q4"))
-    xs = gradients(workers, numel)
-    parts = [
-        Part(TopK().select(x, exchange.segments, 0), torch.ones(2, dtype=torch.uint8))
-        for x, exchange in zip(xs, team.exchanges, strict=True)
-    ]
-    mean, exchange = team.step(xs, parts)[1].mean, team.exchanges[1]
-    assert isinstance(exchange, ShardedExchange)
-    tables = shard_tables(exchange, np.zeros(2, np.int64))
-    assert tables is not None
-    memory, grads = torch.zeros(numel), list(xs[1].clone().split(sizes))
-    mail = unwritten(exchange)
-    workspaces = Workspace(HOST), Workspace(HOST)
-    kernels = OwnerKernels(tables, memory, mail, 1, *workspaces)
-    # roots of 1, so that keys are the elements, as the CPU's are
-    weighing = Weighing([torch.ones(size) for size in sizes], [1e-8] * 2, torch.empty(numel, dtype=torch.int32))
-    known = [memory, mail.sending, mail.arriving, mail.delivering, mail.gathered, kernels._sums, *grads]
-    if by_update:
-        known += [weighing.keys, *(moment for moment in weighing.moments if moment is not None)]
+    owner, numel = Owner(workers, sizes, density), sum(sizes)
+    kernels, mail, weighing = owner.kernels, owner.mail, None
+    known = [kernels.memory, mail.sending, mail.arriving, mail.delivering, mail.gathered, kernels._sums, *owner.grads]
+    if by_update:  # roots of 1, so that keys are the elements, as the CPU's are
+        moments, keys = [torch.ones(size) for size in sizes], torch.empty(numel, dtype=torch.int32)
+        weighing, known = Weighing(moments, [1e-8] * 2, keys), [*known, keys, *moments]
     # an owner holds its sums and, where they differ, their keys
     for packer in (kernels.packer, kernels._owner):
         assert packer is not None
         follow(traffic, packer, known)
-    kernels.locate(grads, weighing if by_update else None)
-    kernels.select(1.0, weighing if by_update else None)
-    kernels.pack(0)
-    kernels.reduce()
-    window = WindowKernels(HOST)
-    kernels.decode(1.0, window.status)
-    window.commit([kernels])
-    assert torch.equal(mail.sending, exchange.sending)
-    assert torch.equal(mail.delivering, exchange.sums)
-    assert torch.equal(torch.cat(grads), mean)
+    owner.check(weighing)
     span = work.Span(numel, density * numel, len(sizes), by_update=by_update)
-    path = FusedShards(workers, exchange.scattered, exchange.gathered)
+    path = FusedShards(workers, owner.exchange.scattered, owner.exchange.gathered)
     counted(traffic, (path.selection(span), path.decoding(span, workers), path.commitment(span)), numel, most)

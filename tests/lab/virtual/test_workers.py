@@ -74,15 +74,15 @@ def test_one_thread_does_what_one_per_worker_does(
 @pytest.mark.slow
 def test_fused_kernels_average_as_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from lightning_safusion.kernels.cuda import buffer
+    from lightning_safusion.kernels.cuda import launch
 
-    launch, launchers = buffer.launch, set[Thread]()
+    start, launchers = launch.launch, set[Thread]()
 
     def seen(*arguments: Any, **constants: Any) -> None:
         launchers.add(current_thread())
-        launch(*arguments, **constants)
+        start(*arguments, **constants)
 
-    monkeypatch.setattr(buffer, "launch", seen)
+    monkeypatch.setattr(launch, "launch", seen)
     monkeypatch.setattr(Engine, "_reviews_at_end", False)  # as on a device: workers agree as a window begins
     monkeypatch.setattr(fused, "serves_buffers", lambda device: True)
     scheme, device = Scheme("auto", density=0.1, memory="auto", wire="q4", workers=3), torch.device("cpu")

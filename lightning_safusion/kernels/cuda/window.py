@@ -1,10 +1,18 @@
-"""The kernel that ends a window: what was sent leaves the residual, and the host gets what it reads later."""
+"""The end of a window in one launch: what was sent leaves the residual, and the host gets what it reads later."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from lightning_safusion.kernels.cuda import launch
 from lightning_safusion.kernels.cuda.elements import load_kind, round_float
 from lightning_safusion.kernels.cuda.entries import PIECE, describe_tile, read_bits, read_entries, read_region
 from lightning_safusion.kernels.cuda.rows import (
@@ -32,10 +40,82 @@ from lightning_safusion.kernels.cuda.rows import (
     BufferRow,
     TileRows,
 )
+from lightning_safusion.kernels.cuda.tables import ANY_VALUES, FOUR_BITS
+from lightning_safusion.recent import Recent
+from lightning_safusion.sparsify.selection.view import device_constant
 
+if TYPE_CHECKING:
+    from lightning_safusion.kernels.cuda.buffer import BufferKernels
+
+#: Sets of tensors, each of an optimizer, that take turns without being told to the device again.
+TURNS = 4
+_HEADERS = 16  # bytes before the headers in what the host reads
 _COLUMNS = tl.constexpr(len(BufferRow._fields))
 # The row of the table of tiles behind those of a buffer's own.
 _BUFFER = tl.constexpr(len(TileRows._fields))
+
+
+class WindowKernels:
+    """Ends the windows of one device.
+
+    Args:
+        device: Where the buffers live.
+
+    Attributes:
+        verdicts: uint8, the status and the headers of the window that has ended last.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._status = torch.zeros(2, dtype=torch.int32, device=device)
+        self._turn = 0
+        self._recent = Recent[tuple[object, ...], tuple[Tensor, Tensor]](TURNS)
+        self._own: list[np.ndarray] = []  # tiles of the buffers
+        self._tiles = self.verdicts = torch.empty(0, dtype=torch.float32)
+
+    @property
+    def status(self) -> Tensor:
+        """int32 [1], what is wrong with the open window; 0 if nothing is."""
+        return self._status[self._turn : self._turn + 1]
+
+    def forget(self) -> None:
+        """The open window does not end."""
+        self._status.zero_()
+
+    def commit(self, buffers: Sequence[BufferKernels]) -> None:
+        """Takes what the buffers have sent out of their residuals, if nothing is wrong with the window."""
+        places = _places(buffers)
+        parts = [part for buffer, place in zip(buffers, places, strict=False) for part in buffer.parts(place)]
+        rows, own = [row for _, row in parts], [tiles for tiles, _ in parts]
+        if len(own) != len(self._own) or any(tiles is not other for tiles, other in zip(own, self._own, strict=True)):
+            self._own = own
+            numbered = [np.vstack([tiles, np.full((1, tiles.shape[1]), i)]) for i, tiles in enumerate(own)]
+            joined = np.ascontiguousarray(np.concatenate(numbered, axis=1), np.int32)
+            self._tiles = device_constant(joined, self._device)
+
+        def told() -> tuple[Tensor, Tensor]:
+            described = device_constant(np.array(rows, np.int64), self._device)
+            return described, torch.zeros(places[-1], dtype=torch.uint8, device=self._device)
+
+        described, self.verdicts = self._recent.get(tuple(rows), told)
+        count, world = self._tiles.shape[1], buffers[0].world
+        arrays = self._tiles, described, self._status, self.verdicts
+        sizes = self._turn, 1.0 / world, world, count
+        kinds = {buffer.tables.message.values for buffer in buffers if buffer.tables.room}
+        values = kinds.pop() if len(kinds) == 1 else ANY_VALUES if kinds else FOUR_BITS
+        launch.launch(commit, count + len(parts), *arrays, *sizes, BITS=launch.BITS, VALUES=values)
+        self._turn = 1 - self._turn
+
+    def read(self, copy: Tensor, buffers: Sequence[BufferKernels]) -> tuple[int, list[Tensor]]:
+        """From a copy of the verdicts in host memory: the status, and uint8 [ranks, T + 1] of each buffer."""
+        headers = [copy[start:stop] for start, stop in pairwise(_places(buffers))]
+        by_rank = [own.view(buffer.world, -1) for own, buffer in zip(headers, buffers, strict=True)]
+        return int(copy[:4].view(torch.int32)), by_rank
+
+
+def _places(buffers: Sequence[BufferKernels]) -> list[int]:
+    """Where the headers of buffers begin in the verdicts, and where the last end."""
+    return list(accumulate((buffer.headers() for buffer in buffers), initial=_HEADERS))
 
 
 @triton.jit
