@@ -272,8 +272,15 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
+@pytest.mark.parametrize("what", ["of another version", "no library"])
+def test_a_library_that_does_not_fit_is_not_used(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "no library":
+        built = next(Path(library.__file__).parent.glob("libkernels*"))
+        shutil.copy(library.__file__, tmp_path / "library.py")
+        (tmp_path / built.name).write_text(what)
+        monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    else:
+        monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
     library.kernels.cache_clear()
     try:
         assert not native.usable()
@@ -281,19 +288,6 @@ def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         library.kernels.cache_clear()
     assert native.usable()
-
-
-def test_a_file_that_is_no_library_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = next(Path(library.__file__).parent.glob("libkernels*"))
-    shutil.copy(library.__file__, tmp_path / "library.py")
-    (tmp_path / built.name).write_text("no library")
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
-    library.kernels.cache_clear()
-    try:
-        assert not native.usable()
-    finally:
-        monkeypatch.undo()
-        library.kernels.cache_clear()
 
 
 def test_they_can_be_left_out_to_compare() -> None:
