@@ -15,7 +15,7 @@ from lightning_safusion.kernels.cuda.buffer import BufferKernels, Weighing
 from lightning_safusion.kernels.cuda.elements import MAGNITUDE
 from lightning_safusion.kernels.cuda.packer import Constants
 from lightning_safusion.kernels.cuda.rows import QUOTAS, ROOM, SLOTS
-from lightning_safusion.kernels.cuda.tables import FOUR_BITS, WIDTH, Tables
+from lightning_safusion.kernels.cuda.tables import FOUR_BITS, WIDTH
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.selection.view import device_constant
@@ -67,7 +67,7 @@ class ThresholdKernels(BufferKernels):
         x = self.memory
         if weighing is not None:
             x = torch.copysign(self._keys.view(torch.float32), x)
-        return KernelView(x, segments, self.tables, self.packer.constants, self._chunks_of_each)
+        return KernelView(x, segments, self)
 
     def find(self, view: KernelView, thresholds: Tensor) -> None:
         """Finds what is sent; ``thresholds``: float32 [T], of magnitudes."""
@@ -87,7 +87,7 @@ class ThresholdKernels(BufferKernels):
         return device_constant(self.tables.limited, self.memory.device)
 
     @cached_property
-    def _chunks_of_each(self) -> Tensor:
+    def chunks_of_each(self) -> Tensor:
         """int64 [T], chunks of each tensor."""
         number = np.bincount(self.tables.chunks[0], minlength=self.tables.number)
         return device_constant(number.astype(np.int64), self.memory.device)
@@ -108,32 +108,29 @@ class KernelView(TorchView):
     Args:
         x: float32 [N].
         segments: Its tensors and their quotas, as in the tables.
-        tables: Of the buffer.
-        constants: The same on its device.
-        chunks_of_each: int64 [T], how many of its pieces each tensor has.
+        kernels: Of the buffer.
     """
 
-    def __init__(
-        self, x: Tensor, segments: Segments, tables: Tables, constants: Constants, chunks_of_each: Tensor
-    ) -> None:
+    def __init__(self, x: Tensor, segments: Segments, kernels: ThresholdKernels) -> None:
         super().__init__(x, segments)
-        self._tables, self._constants, self._chunks_of_each = tables, constants, chunks_of_each
+        self._kernels, self._constants = kernels, kernels.constants
+        self._sizes = kernels.tables.number, kernels.tables.chunks.shape[1]
 
     def count_above(self, thresholds: Tensor, enough: Tensor | None = None) -> Tensor:
-        found = torch.zeros(self._tables.number, dtype=torch.int32, device=self.x.device)
+        number, count = self._sizes
+        found = torch.zeros(number, dtype=torch.int32, device=self.x.device)
         span = self.x.view(torch.int32), self._constants.chunks, self._constants.tensors
-        sizes = self._tables.number, self._tables.chunks.shape[1]
-        launch.launch(count_above, sizes[1], *span, thresholds.contiguous(), found, *sizes, BLOCK=WIDTH)
+        launch.launch(count_above, count, *span, thresholds.contiguous(), found, number, count, BLOCK=WIDTH)
         return found.long()
 
     def moments(self, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
-        count = self._tables.chunks.shape[1]
+        number, count = self._sizes
         sums = torch.empty(2, count, dtype=torch.float64, device=self.x.device)
         arrays = self.x, self._constants.chunks, self._constants.tensors
-        sizes = self._tables.number, count
-        launch.launch(add_up, count, *arrays, sums, *sizes, MAGNITUDES=magnitudes, BLOCK=launch.BLOCK)
+        launch.launch(add_up, count, *arrays, sums, number, count, MAGNITUDES=magnitudes, BLOCK=launch.BLOCK)
         total, squares = (
-            torch.segment_reduce(row, "sum", lengths=self._chunks_of_each, unsafe=True, initial=0.0) for row in sums
+            torch.segment_reduce(row, "sum", lengths=self._kernels.chunks_of_each, unsafe=True, initial=0.0)
+            for row in sums
         )
         return total, squares
 

@@ -17,14 +17,8 @@ from triton.runtime.jit import JITFunction
 #: Elements that a program of the kernels holds at a time; those where gradients are added, which takes more registers;
 #: bits of a message that are read together.
 BLOCK, ADDED, BITS = 1024, 512, 256
-# Warps of a program, so many that no register is spilled; of other kernels 8. write is fastest with one.
-_WARPS = dict.fromkeys(
-    (
-        "compensate", "count_rest", "share", "collect", "narrow", "count_chunks", "pack", "decode", "reduce",
-        "commit", "place", "add_up",
-    ),
-    4,
-) | {"write": 1}  # fmt: skip
+# Warps of a program; of other kernels 4, so many that no register is spilled. write is fastest with one.
+_WARPS = {"write": 1, "count_above": 8, "_write_one": 8}
 #: Version of Triton.
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Registers of a thread that a kernel may have. Without a limit some versions of NVIDIA's compiler spill one, so that a
@@ -46,7 +40,7 @@ def options_of(kernel: Any, nvidia: bool = torch.version.hip is None) -> dict[st
     name, options = kernel.fn.__name__, dict[str, Any](enable_fp_fusion=False)
     if nvidia and name in _REGISTERS:
         options["maxnreg"] = _REGISTERS[name]
-    return options | {"num_warps": _WARPS.get(name, 8)}
+    return options | {"num_warps": _WARPS.get(name, 4)}
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
