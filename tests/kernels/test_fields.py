@@ -24,7 +24,6 @@ def header(name: str) -> str:
 def members(text: str, name: str) -> tuple[str, ...]:
     """The names that a struct or an enumeration has, in order."""
     found = re.search(rf"{name} \{{(.*?)\}}", text, re.DOTALL)
-    assert found is not None
     return tuple(re.findall(r"\w+", found[1].replace("int64_t", "")))
 
 

@@ -2,7 +2,7 @@
 
 Covers: numbers of entries about those that are handled together (8, and 256); entries side by side, and far apart;
     places of no bits up to more than a byte; tensors and parts that end anywhere; pieces of a message; several messages
-    written by one call; positions that do not ascend; the same damaged messages are refused.
+    written by one call; positions that do not ascend; the same damaged messages are refused, and write nowhere else.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ def test_any_piece_has_the_numbers_of_numpy(share: int, kind: str, values: str) 
             at, sent = codec.decode(message)
         whole = torch.zeros(numel).index_add_(0, at, sent * 0.3)
         inbox = codec.inbox(message[None])
-        assert inbox is not None
         read = partial(lambda known, start, stop: known, inbox())
         cuts = [(0, numel), *np.sort(generator.integers(0, numel + 1, (8, 2))).tolist()]
         for start, stop in cuts:
@@ -137,6 +136,36 @@ def test_entries_lie_as_far_apart_as_they_like(jump: int) -> None:
         written(codec, selected(back))
 
 
+@pytest.mark.parametrize("values", ["fp32", "bf16", "q4"])
+@pytest.mark.parametrize("field", ["high", "low"])
+def test_damaged_positions_are_refused_and_write_nowhere_else(values: str, field: str) -> None:
+    edges = [0, 60_000, 60_003, 100_000]
+    codec = resolve_codec(f"eliasfano-{values}", edges[-1], 9_000, torch.float32, edges)
+    whole = torch.zeros(codec.nbytes, dtype=torch.uint8)
+    indices = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))[:8_000].sort().values
+    codec.encode(Selection(indices, torch.ones(8_000), 8_000), whole)
+    begin = sum(codec.field_bytes[: 1 + (field == "low")])
+    size = codec.field_bytes[1 + (field == "low")]
+    refused: list[str] = []
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        message = whole.clone()
+        spoilt = begin + torch.randint(0, size, (40,), generator=generator)
+        message[spoilt] = torch.randint(0, 256, (40,), generator=generator, dtype=torch.uint8)
+        read = codec.inbox(message[None])
+        room = torch.full((100_064,), 7.0)
+        grads = list(room[32:-32].split([60_000, 3, 39_997]))
+        try:
+            held = read()
+            native.mean_into(grads, Parts.between(edges), lambda start, stop, held=held: held, 1.0)
+        except ValueError as error:
+            refused.append(str(error))
+        assert (room[:32] == 7).all()
+        assert (room[-32:] == 7).all()
+    assert all("damaged" in each for each in refused)
+    assert len(refused) > (10 if field == "low" else 40)
+
+
 @settings(max_examples=80)
 @given(
     shape=st.sampled_from([(1, 1), (500, 3), (3000, 60), (4000, 3999), (70_000, 1)]),
@@ -160,7 +189,6 @@ def test_the_same_damaged_messages_are_refused(shape: tuple[int, int], field: st
     def compiled() -> Tensor:
         out = torch.zeros(numel)
         read = codec.inbox(message[None])
-        assert read is not None
         messages = read()
         native.mean_into([out], Parts.between([0, numel]), lambda start, stop: messages, 1.0)
         return out

@@ -1,4 +1,4 @@
-"""Buffers for the tests of the kernels (:mod:`lab.gpu.buffers`), drawn by Hypothesis, and what the CPU makes of them."""
+"""Buffers for the tests of the kernels (:mod:`lab.gpu.buffers`), drawn by Hypothesis; what the CPU makes of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from torch import Tensor
 
 from lab.gpu.buffers import DEVICE, Case, Rank
 from lightning_safusion.comm.collectives.shard_tables import shard_tables
-from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Part, SpanSpec
 from lightning_safusion.kernels.cuda.buffer import BufferKernels, Weighing
 from lightning_safusion.kernels.cuda.owners import Mail, OwnerKernels
 from lightning_safusion.kernels.cuda.packer import Workspace
-from lightning_safusion.kernels.cuda.tables import ShardTables
 from lightning_safusion.kernels.cuda.window import WindowKernels
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.basic import TopK
@@ -114,18 +112,14 @@ class Owner:
         xs, fresh = gradients(workers, numel), torch.ones(2, dtype=torch.uint8)
         parts = [Part(TopK().select(x, each.segments, 0), fresh) for x, each in zip(xs, team.exchanges, strict=True)]
         self.mean, exchange = team.step(xs, parts)[1].mean, team.exchanges[1]
-        assert isinstance(exchange, ShardedExchange)
-        tables = shard_tables(exchange, np.zeros(2, np.int64))
-        assert tables is not None
-        self.exchange: ShardedExchange = exchange
-        self.tables: ShardTables = tables
+        self.exchange, self.tables = exchange, shard_tables(exchange, np.zeros(2, np.int64))
         self.grads = [part.clone().to(DEVICE) for part in xs[1].split(sizes)]
         known = exchange.sending, exchange.arriving, exchange.sums, exchange.gathered_sums, exchange.lane.message
         self.mail = Mail(*(part.clone().to(DEVICE) for part in known), sum(exchange.out_sizes))
         self.mail.sending.fill_(255)
         self.mail.delivering.fill_(255)
         memory = torch.zeros(numel, device=DEVICE)
-        self.kernels = OwnerKernels(tables, memory, self.mail, 1, Workspace(DEVICE), Workspace(DEVICE))
+        self.kernels = OwnerKernels(self.tables, memory, self.mail, 1, Workspace(DEVICE), Workspace(DEVICE))
 
     def check(self, weighing: Weighing | None = None) -> None:
         """A window of the kernels writes the messages and means of the CPU; ``weighing``: by roots of 1."""

@@ -52,11 +52,8 @@ def test_the_selection_is_the_exact_one(pooled: bool) -> None:
     rank = Rank.of(case, 0, 5)
     _, keys = rank.expected()
     rank.run()
-    codec, segments = rank.exchange.codec, case.segments
-    assert codec is not None
-    assert segments is not None
-    positions, _ = codec.decode(rank.kernels.sent.cpu()[rank.exchange._selection])
-    assert positions.tolist() == oracle(keys.numpy(), segments).tolist()
+    positions, _ = rank.exchange.codec.decode(rank.kernels.sent.cpu()[rank.exchange._selection])
+    assert positions.tolist() == oracle(keys.numpy(), case.segments).tolist()
 
 
 def test_large_numbers_whose_scale_is_not_finite_have_no_level() -> None:
@@ -88,11 +85,10 @@ def test_several_chunks_and_blocks_and_ties_that_end_in_the_first(
 
 def test_a_quota_of_zero_leaves_a_tensor_out() -> None:
     rank = Rank.of(Case((600, 600, 50)), 0, 4)
-    own, codec = rank.kernels, rank.exchange.codec
+    own = rank.kernels
     tables = replace(own.tables, quotas=own.tables.quotas * np.array([1, 0, 1]))
     rank.kernels = BufferKernels(tables, rank.memory, own.sent, own.received, own.packer.workspace)
-    assert codec is not None
-    positions, _ = codec.decode(rank.run().cpu()[rank.exchange._selection])
+    positions, _ = rank.exchange.codec.decode(rank.run().cpu()[rank.exchange._selection])
     assert len(positions) == 65
     assert not ((positions >= 600) & (positions < 1200)).any()
 

@@ -82,9 +82,8 @@ def test_the_largest_rank_of_16_bits() -> None:
 @pytest.mark.parametrize("capacity", [BORDER - 1, BORDER])
 def test_what_is_placed(capacity: int) -> None:
     rank = of(capacity)
-    accumulated, segments = rank.expected()[0], rank.case.segments
-    assert segments is not None
-    selection = TopK().select(accumulated, segments, 0)
+    accumulated = rank.expected()[0]
+    selection = TopK().select(accumulated, rank.case.segments, 0)
     rank.exchange.encode(accumulated, Part(selection, torch.ones(2, dtype=torch.uint8)))
     kernels = kernels_of(PlacedKernels, rank)
     kernels.sent.fill_(255)  # every byte is written
@@ -100,8 +99,6 @@ def test_messages_to_and_of_owners(request: pytest.FixtureRequest, bits: int) ->
     if bits == 32:
         request.getfixturevalue("low_border")
     owner = Owner(2, (2900, 100), 0.2)
-    assert owner.tables.delivering is not None
     message = owner.tables.delivering.message
-    assert message.runs is not None
     assert 4 * (message.fields[1] - message.fields[0]) == aligned((int(message.runs.regions[-1]) + 1) * bits // 8, 16)
     owner.check()

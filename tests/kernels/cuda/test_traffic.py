@@ -166,7 +166,6 @@ def test_bytes_of_an_element(
 def test_bytes_of_an_element_that_is_chosen_or_exceeds_a_threshold(traffic: Traffic) -> None:
     case = Case((40_000, 20_000), 0.1)
     rank, elements, segments = Rank.of(case, 0, 3), float(sum(case.sizes)), case.segments
-    assert segments is not None
     span = work.Span(elements, 0.1 * elements, len(case.sizes))
     selection = TopK().select(rank.memory, segments, 0)
     placing = kernels_of(PlacedKernels, rank)
@@ -206,7 +205,6 @@ def test_bytes_of_an_element_where_owners_reduce(traffic: Traffic, workers: int,
         weighing, known = Weighing(moments, [1e-8] * 2, keys), [*known, keys, *moments]
     # an owner holds its sums and, where they differ, their keys
     for packer in (kernels.packer, kernels._owner):
-        assert packer is not None
         follow(traffic, packer, known)
     owner.check(weighing)
     span = work.Span(numel, density * numel, len(sizes), by_update=by_update)
