@@ -334,15 +334,22 @@ class StreamOrderedExchange(Exchange):
     """An exchange that can be decoded and judged on the device, while the host proceeds.
 
     Attributes:
-        headers: Of all ranks, as received, on the device of the span.
+        headers: Of all ranks, as received, on the device of the span: uint8 [world_size, T + 1], flags and notices,
+            unless a collective reads them in another way.
     """
 
     headers: Tensor
 
-    @abstractmethod
+    def _read_headers(self) -> Tensor:
+        """The headers as they are now."""
+        return self.headers
+
     def verdict(self, headers: Tensor | None = None) -> Verdict:
         """See :meth:`Exchange.verdict`; given a copy of :attr:`headers` on the host it does not wait."""
+        return Verdict.of((self._read_headers() if headers is None else headers).cpu().numpy())
 
-    @abstractmethod
     def standing(self) -> tuple[Tensor, Tensor]:
         """The verdict on the device: bool [T], not finite on some rank; and bool: all tensors of all ranks are good."""
+        flags, notices = self.headers[:, :-1], self.headers[:, -1]
+        regular = (flags == int(TensorFlag.FRESH)).all() & ((notices & int(Notice.FAILED)) == 0).all()
+        return ((flags & int(TensorFlag.BAD)) != 0).any(dim=0), regular

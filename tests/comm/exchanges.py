@@ -13,11 +13,9 @@ from torch import Tensor
 
 from lab.virtual.transport import local_transports
 from lightning_safusion.comm import Transport, resolve_codec
-from lightning_safusion.comm.collectives.allgather import SparseAllGather
+from lightning_safusion.comm.collectives.allgather import HybridExchange, SparseAllGather
 from lightning_safusion.comm.collectives.gtopk import GTopKExchange
-from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange
-from lightning_safusion.comm.collectives.hierarchical_sharded import HierarchicalShardedExchange
-from lightning_safusion.comm.collectives.hybrid import HybridExchange
+from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, HierarchicalShardedExchange
 from lightning_safusion.comm.collectives.nodes import NodeTransports
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.collectives.sharded import ShardedExchange

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm import SoloTransport, Transport
-from lightning_safusion.comm.collectives.hierarchical_sharded import HierarchicalShardedExchange
+from lightning_safusion.comm.collectives.hierarchical import HierarchicalShardedExchange
 from lightning_safusion.comm.collectives.nodes import NodeTransports, shard_of
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec

@@ -1,8 +1,9 @@
-"""Sparse all-gather: one message per rank with header, dense lanes and the selection; decoded rank by rank."""
+"""Sparse all-gather: one message per rank, decoded rank by rank; dense tensors travel in it or have their own lane."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import ClassVar
@@ -11,18 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.exchange import (
-    Ability,
-    Notice,
-    Part,
-    SpanSpec,
-    StreamOrderedExchange,
-    TensorFlag,
-    Verdict,
-    aligned,
-    saturated,
-)
-from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.collectives.allreduce import DenseLane
+from lightning_safusion.comm.exchange import Ability, Part, SpanSpec, StreamOrderedExchange, aligned, saturated
+from lightning_safusion.comm.transport.interface import JoinedWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec, spread
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
 from lightning_safusion.kernels import cpu as native
@@ -68,7 +60,6 @@ class SparseAllGather(StreamOrderedExchange):
         self._received_lanes = [self._lane_views(message) for message in self._messages]
         self.headers = messages[:, : tensors + 1]
         on_host = device.type == "cpu"
-        self._host_headers = self.headers.numpy() if on_host else None
         self._write = None if codec is None else codec.outbox(self._send[self._selection])
         self._inbox = codec.inbox(messages[:, self._selection]) if codec is not None and on_host else None
         self._read: list[native.Message] = []  # of this window, where compiled kernels have read them
@@ -197,17 +188,6 @@ class SparseAllGather(StreamOrderedExchange):
         messages = [native.Message.dense(message.view(torch.float32)) for message in self._messages]
         return tensors.tolist(), native.Parts.of(starts, np.diff(edges)[tensors]), messages
 
-    def verdict(self, headers: Tensor | None = None) -> Verdict:
-        received = self._host_headers
-        if headers is not None or received is None:
-            received = (self.headers if headers is None else headers).cpu().numpy()
-        return Verdict.of(received)
-
-    def standing(self) -> tuple[Tensor, Tensor]:
-        flags, notices = self.headers[:, :-1], self.headers[:, -1]
-        regular = (flags == int(TensorFlag.FRESH)).all() & ((notices & int(Notice.FAILED)) == 0).all()
-        return ((flags & int(TensorFlag.BAD)) != 0).any(dim=0), regular
-
     def sent(self) -> tuple[Tensor, Tensor]:
         return self.codec.decode(self._send[self._selection]) if self._reads_again and self.codec else self._sent
 
@@ -219,3 +199,58 @@ class SparseAllGather(StreamOrderedExchange):
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         dtype = next(d for a, b, d in self.spec.dense_runs if a <= start and stop <= b)
         return saturated(x[start:stop], dtype).to(dtype).to(torch.float32)
+
+
+class HybridExchange(SparseAllGather):
+    """The dense tensors of a buffer by all-reduce, the others by all-gather, on a communicator each (ADTopk, SSFusion).
+
+    The all-reduce begins before the selection (:meth:`begin`) and runs beside it, and beside the all-gather. On each
+    communicator, exchanges begin in the order of the buffers, the same on all ranks. A dense tensor in an all-gather
+    would cost every worker ``(n - 1)`` times its bytes, here ``2 (n - 1) / n`` times.
+
+    The flags of all tensors are in the messages of the all-gather. The released code of ADTopk and SSFusion never
+    launches its all-reduce.
+
+    Args:
+        spec, device: See :class:`Exchange`; needs tensors of both kinds.
+        gather: Communicator of selections.
+        reduce: Communicator of dense tensors.
+        codec: Wire format of the selection.
+    """
+
+    ability = Ability(few_bits=True, begins_early=True)
+
+    def __init__(
+        self, spec: SpanSpec, gather: Transport, reduce: Transport, device: torch.device, codec: Codec
+    ) -> None:
+        super().__init__(replace(spec, dense_runs=()), gather, device, codec)
+        self.spec = spec  # of both lanes
+        self.lane = DenseLane(spec, reduce, device, flagged=False)
+        self.bytes_sent += self.lane.bytes_sent
+        self.bytes_received += self.lane.bytes_received
+        self._begun = False
+
+    def begin(self, x: Tensor, part: Part) -> None:
+        self.lane.encode(x, part)
+        self._dense_work = self.lane.start()
+        self._begun = True
+
+    def encode(self, x: Tensor, part: Part) -> None:
+        if not self._begun:  # this rank has failed before
+            self.begin(x, part)
+        self._begun = False
+        super().encode(x, part)
+
+    def start(self) -> Work:
+        return JoinedWork([self._dense_work, super().start()])
+
+    def decode(self, scratch: Tensor) -> Tensor:
+        mean = super().decode(scratch)
+        self.lane.copy_to(mean)
+        return mean
+
+    def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
+        return None
+
+    def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
+        return self.lane.sent_dense(start, stop, x)

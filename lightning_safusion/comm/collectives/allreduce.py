@@ -97,12 +97,6 @@ class DenseAllReduce(StreamOrderedExchange):
     def decode(self, scratch: Tensor) -> Tensor:
         return self._buffer[: self.spec.numel]
 
-    def copy_to(self, runs: Sequence[Tensor]) -> None:
-        """Writes the means into pieces of another span, one after the other."""
-        if runs:
-            pieces = self._buffer[: self.spec.numel].split([len(run) for run in runs])
-            torch._foreach_copy_(list(runs), list(pieces))
-
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         piece = saturated(x[start:stop], self.dtype)
         if self.dtype == torch.float32:
@@ -111,14 +105,43 @@ class DenseAllReduce(StreamOrderedExchange):
         return piece.mul(1.0 / world_size).to(self.dtype).to(torch.float32).mul_(world_size)
 
 
-def lane_spec(spec: SpanSpec, tensors: Sequence[int]) -> SpanSpec:
-    """The dense pieces of a span, moved together, with edges of ``tensors``: those that are not dense are empty."""
-    dense = set(spec.dense_tensors)
-    sizes = [spec.edges[t + 1] - spec.edges[t] if t in dense else 0 for t in tensors]
-    edges = tuple(accumulate(sizes, initial=0))
-    cuts = accumulate((stop - start for start, stop, _ in spec.dense_runs), initial=0)
-    runs = tuple((*cut, dtype) for cut, (_, _, dtype) in zip(pairwise(cuts), spec.dense_runs, strict=True))
-    return SpanSpec(edges[-1], 0, edges, runs)
+class DenseLane(DenseAllReduce):
+    """The dense pieces of a span, moved together: an all-reduce beside the exchange of the other elements.
+
+    Of its span only edges differ from those of an exchange of the whole one: tensors that are not dense are empty.
+
+    Args:
+        spec: Shape of the whole span, of which :meth:`encode` is given all.
+        transport, device: See :class:`Exchange`.
+        flagged: Flags and notices of all tensors travel here. Otherwise the flags of dense tensors do, which alone have
+            edges then.
+    """
+
+    def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, flagged: bool = True) -> None:
+        dense = spec.dense_tensors
+        sizes = np.diff(spec.edges)
+        sizes = np.where(np.isin(np.arange(len(sizes)), dense), sizes, 0) if flagged else sizes[dense]
+        cuts = accumulate((stop - start for start, stop, _ in spec.dense_runs), initial=0)
+        runs = tuple((*cut, dtype) for cut, (_, _, dtype) in zip(pairwise(cuts), spec.dense_runs, strict=True))
+        edges = tuple(accumulate(sizes.tolist(), initial=0))
+        super().__init__(SpanSpec(edges[-1], 0, edges, runs), transport, device)
+        self._pieces = [slice(start, stop) for start, stop, _ in spec.dense_runs]
+        self._alone = None if flagged else dense
+        self._places = device_constant(np.array(dense, np.int64), device)
+
+    def encode(self, x: Tensor, part: Part) -> None:
+        if self._alone is not None:
+            absent = [place for place, tensor in enumerate(self._alone) if tensor in set(part.absent)]
+            part = Part(None, part.flags[self._places], absent)
+        pieces = [x[piece] for piece in self._pieces]
+        super().encode(torch.cat(pieces) if pieces else x[:0], part)
+
+    def copy_to(self, span: Tensor) -> None:
+        """Writes the means into their pieces of the whole span."""
+        runs = [span[piece] for piece in self._pieces]
+        if runs:
+            means = self._buffer[: self.spec.numel].split([len(run) for run in runs])
+            torch._foreach_copy_(runs, list(means))
 
 
 class TwoPhaseSum:

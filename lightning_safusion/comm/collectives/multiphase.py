@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.allreduce import DenseAllReduce, lane_spec
+from lightning_safusion.comm.collectives.allreduce import DenseLane
 from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, aligned
 from lightning_safusion.comm.transport.interface import LaterWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
@@ -123,7 +123,7 @@ class MultiPhaseExchange(Exchange):
 
     def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device) -> None:
         super().__init__(spec, transport, device)
-        self.lane = DenseAllReduce(lane_spec(spec, range(spec.num_tensors)), transport, device)
+        self.lane = DenseLane(spec, transport, device)
         self._result = Entries.none(device)
         self._offered = Entries.none(device)  # this rank's part, as others have read it
 
@@ -140,8 +140,7 @@ class MultiPhaseExchange(Exchange):
         """Runs all other phases; returns the sum over ranks that is delivered, without zeros."""
 
     def encode(self, x: Tensor, part: Part) -> None:
-        pieces = self.dense_runs(x)
-        self.lane.encode(torch.cat(pieces) if pieces else x[:0], part)
+        self.lane.encode(x, part)
         self._pack(x, part)
 
     def start(self) -> Work:
@@ -165,7 +164,7 @@ class MultiPhaseExchange(Exchange):
         scratch[self._result.indices] = self._result.values * (1.0 / self.transport.world_size)
         self._written = []
         self._note_written(self._result.indices)
-        self.lane.copy_to(self.dense_runs(scratch))
+        self.lane.copy_to(scratch)
         return scratch
 
     def sent(self) -> tuple[Tensor, Tensor]:

@@ -105,16 +105,22 @@ class NodeExchange(MultiPhaseExchange):
         spec, device: See :class:`Exchange`.
         transports: Communicators of both levels.
         wire: Wire format between nodes, by name.
+        dtype: Dtype of the gradients; see :func:`resolve_codec`.
         segments: The cut of the span and the quotas; None is one segment.
     """
 
     ability = Ability(selects_itself=True, few_bits=True)
-
-    #: Bytes that each of the ``w`` workers of a node gives to the others in the end; subclasses say.
-    _message_sizes: Sequence[int]
+    #: Of the sums that this worker selects from.
+    _history: History
 
     def __init__(
-        self, spec: SpanSpec, transports: NodeTransports, device: torch.device, wire: str, segments: Segments | None
+        self,
+        spec: SpanSpec,
+        transports: NodeTransports,
+        device: torch.device,
+        wire: str,
+        dtype: torch.dtype,
+        segments: Segments | None,
     ) -> None:
         super().__init__(spec, transports.world, device)
         self.transports = transports
@@ -141,6 +147,15 @@ class NodeExchange(MultiPhaseExchange):
         self._units: SpanUnits | None = None
         self._scattering: tuple[Tensor, Work] | None = None
         self._chosen = self._nothing.indices
+        self._message_sizes = self._plan(wire, dtype)
+
+    @abstractmethod
+    def _plan(self, wire: str, dtype: torch.dtype) -> list[int]:
+        """Makes what :meth:`_between` and :meth:`_read` need of each shard.
+
+        Returns:
+            Bytes that the worker with each shard gives to the others of its node in the end.
+        """
 
     @abstractmethod
     def _between(self, total: Tensor, units: SpanUnits | None) -> Tensor:
@@ -218,6 +233,5 @@ class NodeExchange(MultiPhaseExchange):
         self._chosen = torch.cat([result.chosen + low for result, low in zip(results, starts, strict=True)])
         return joined([result.sums.shifted(low) for result, low in zip(results, starts, strict=True)])
 
-    def _largest(self, total: Tensor, history: History, units: SpanUnits | None) -> Selection:
-        """Selects from the sums of this worker's shard."""
-        return self._selector.select(total, history, 0, units=units)
+    def _largest(self, total: Tensor, units: SpanUnits | None) -> Selection:
+        return self._selector.select(total, self._history, 0, units=units)

@@ -15,12 +15,9 @@ from lightning_safusion.comm.collectives.shards import Formats, Pieces, Receiver
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.exchange import (
     Ability,
-    Notice,
     Part,
     SpanSpec,
     StreamOrderedExchange,
-    TensorFlag,
-    Verdict,
     aligned,
 )
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
@@ -33,7 +30,7 @@ from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
 
 
-class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
+class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
     """Every worker adds up the selections in its shard and delivers the largest sums.
 
     1. *Scatter*: each worker sends its selection in a shard to the owner of the shard: an all-to-all.
@@ -154,7 +151,6 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         return known, [message for inbox in known for message in inbox()]
 
     def _read_headers(self) -> Tensor:
-        """uint8 [workers, T + 1], flags and notices of all others, and its own, as they are now."""
         if not self._headers_on_host:
             return torch.cat(self._received_headers)
         into, others, own = self._headers_on_host
@@ -170,18 +166,9 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
         every = joined([*owned, self._shard.in_span(leaving.nonzero().view(-1), leaving)])
         return every.indices, every.values
 
-    def verdict(self, headers: Tensor | None = None) -> Verdict:
-        received = (self._read_headers() if headers is None else headers).cpu().numpy()
-        return Verdict.of(received)
-
-    def standing(self) -> tuple[Tensor, Tensor]:
-        flags, notices = self.headers[:, :-1], self.headers[:, -1]
-        regular = (flags == int(TensorFlag.FRESH)).all() & ((notices & int(Notice.FAILED)) == 0).all()
-        return ((flags & int(TensorFlag.BAD)) != 0).any(dim=0), regular
-
     def encode(self, x: Tensor, part: Part) -> None:
         if self.spec.dense_runs:
-            self.lane.encode(torch.cat(self.dense_runs(x)), part)
+            self.lane.encode(x, part)
         header = self._own_header
         header[:-1].copy_(part.flags)
         header[-1:].fill_(part.notices)
@@ -292,7 +279,7 @@ class ShardedExchange(MultiPhaseExchange, StreamOrderedExchange):
                 indices, values = codec.decode(row[: codec.nbytes])
                 scratch.scatter_add_(0, indices, values * scale)
                 self._note_written(indices)
-        self.lane.copy_to(self.dense_runs(scratch))
+        self.lane.copy_to(scratch)
         return scratch
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
