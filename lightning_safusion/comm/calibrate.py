@@ -87,7 +87,6 @@ def _turns(measured: list[list[float]], remaining: float, sizes: Sequence[int]) 
 
 
 def _agree(transport: Transport, device: torch.device, numbers: Sequence[float]) -> list[float]:
-    """Rank 0's numbers, on all ranks."""
     tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
     transport.broadcast(tensor).wait()
     return tensor.tolist()

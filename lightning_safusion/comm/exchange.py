@@ -53,6 +53,14 @@ class SpanSpec:
         tensors = enumerate(pairwise(self.edges))
         return [t for t, (a, b) in tensors if a < b and any(c <= a and b <= d for c, d, _ in self.dense_runs)]
 
+    def sparse_parts(self, most: int | None = None) -> tuple[list[int], native.Parts]:
+        """Tensors with elements that are not dense, and where they lie; ``most``: see :class:`native.Parts`."""
+        edges = np.asarray(self.edges, np.int64)
+        sizes = np.diff(edges)
+        sizes[self.dense_tensors] = 0
+        tensors = np.flatnonzero(sizes)
+        return tensors.tolist(), native.Parts.of(edges[tensors], sizes[tensors], most)
+
 
 @dataclass(frozen=True)
 class Part:

@@ -159,24 +159,17 @@ class SparseAllGather(StreamOrderedExchange):
         return finite
 
     def _decoded(self, codec: Codec, start: int, stop: int) -> list[native.Message]:
-        """The entries of all messages in the elements ``[start, stop)``."""
         readers = [codec.reader(message[self._selection]) for message in self._messages]
         return [native.Message.decoded(*read(start, stop)) for read in readers]
 
     @cached_property
     def _piece(self) -> int:
-        """Elements whose entries are decoded together for compiled kernels."""
         entries = self.transport.world_size * max(self.spec.capacity, 1)
         return max(self.least_piece, self.decoded_together * self.spec.numel // entries)
 
     @cached_property
     def _sparse_parts(self) -> tuple[list[int], native.Parts]:
-        """Tensors with selected elements, and where they lie in the span; not the empty ones."""
-        edges = np.asarray(self.spec.edges, np.int64)
-        sizes = np.diff(edges)
-        sizes[self.spec.dense_tensors] = 0
-        tensors = np.flatnonzero(sizes)
-        return tensors.tolist(), native.Parts.of(edges[tensors], sizes[tensors], self._piece)
+        return self.spec.sparse_parts(self._piece)
 
     @cached_property
     def _dense_parts(self) -> tuple[list[int], native.Parts, list[native.Message]]:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.collectives.multiphase import Entries
-from lightning_safusion.comm.collectives.shards import Pieces, Receiver, Shard
+from lightning_safusion.comm.collectives.shards import Pieces, Receiver, Routes, Shard
 from lightning_safusion.comm.wire.codec import Codec
-from lightning_safusion.comm.wire.mailing import Mailing
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.basic import TopK
@@ -23,41 +22,49 @@ _TOP = TopK()
 _BEHIND = np.iinfo(np.int64).max
 
 
-class Routes:
-    """Sends the entries of a span to the owners of their pieces.
-
-    Args:
-        pieces: Of all owners.
-        numel: Elements of the span.
-        receivers: Owners that are sent something, ascending.
-    """
+class HostRoutes(Routes):
+    """All messages in one pass."""
 
     def __init__(self, pieces: Pieces, numel: int, receivers: Sequence[Receiver]) -> None:
-        owners, codecs = [receiver.owner for receiver in receivers], [receiver.codec for receiver in receivers]
+        super().__init__(pieces, numel, receivers)
         edges = np.append(pieces.runs[:, 0], numel)
-        self._edges = {edges.dtype: edges}
+        self._edges_as = {edges.dtype: edges}
         if numel < native.MOST_ELEMENTS:
-            self._edges[np.dtype(np.int32)] = edges.astype(np.int32)
-        order = pieces.owners.argsort(kind="stable")
+            self._edges_as[np.dtype(np.int32)] = edges.astype(np.int32)
+        order, owners = pieces.owners.argsort(kind="stable"), [receiver.owner for receiver in receivers]
         self._order = order[np.isin(pieces.owners[order], owners)]
         self._bounds = pieces.owners[self._order].searchsorted([*owners, _BEHIND])
-        self._room = np.array([codec.capacity for codec in codecs], np.int64)
-        self._mailing = Mailing(codecs, [receiver.memory for receiver in receivers])
+        self._room = np.array([receiver.codec.capacity for receiver in receivers], np.int64)
+        outgoing = [receiver.codec.outgoing(receiver.memory) for receiver in receivers]
+        known = [each for each in outgoing if each is not None]
+        self._outgoing = known if len(known) == len(outgoing) else None
 
-    def send(self, selection: Selection) -> Entries:
-        """Writes all messages; returns what is in them, as it will be decoded, owner by owner."""
+    def send(self, selection: Selection) -> list[Entries]:
         count = int(selection.count)
         positions, values = selection.positions[:count].numpy(), selection.values[:count].numpy()
         places, counts = self._by_owner(positions)
         if (counts > self._room).any():
             places, counts = self._largest(places, counts, values)
         positions = positions[places]
-        sent = self._mailing.write(positions, values[places], counts)
-        return Entries(torch.from_numpy(positions).long(), torch.from_numpy(sent))
+        sent = self._written(positions, values[places], counts)
+        return [Entries(torch.from_numpy(positions).long(), torch.from_numpy(sent))]
+
+    def _written(self, positions: np.ndarray, values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Writes every byte of all messages, each with so many entries; float32 [K], the values as decoded."""
+        if self._outgoing is not None and native.usable():
+            sent = native.write_messages(positions, values, counts, self._outgoing)
+            if sent is not None:
+                return sent
+        parts = zip(*(torch.from_numpy(each).split(counts.tolist()) for each in (positions, values)), strict=True)
+        coded = [
+            codec.encode(Selection(where.long(), what, len(where)), out).numpy()
+            for (_, codec, out), (where, what) in zip(self._receivers, parts, strict=True)
+        ]
+        return np.concatenate([np.empty(0, np.float32), *coded])
 
     def _by_owner(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Places (int64) of the entries for each owner, ascending, one owner after the other; their numbers."""
-        cuts = positions.searchsorted(self._edges[positions.dtype])
+        cuts = positions.searchsorted(self._edges_as[positions.dtype])
         starts, counts = cuts[self._order], np.diff(cuts)[self._order]
         ends = np.append(0, counts.cumsum())
         places = np.repeat(starts - ends[:-1], counts) + np.arange(ends[-1])

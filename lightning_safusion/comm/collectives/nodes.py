@@ -223,7 +223,6 @@ class NodeExchange(MultiPhaseExchange):
         )
 
     def _added(self, results: Sequence[ShardResult]) -> Entries:
-        """Puts shards together, and records this rank's part of what its node has sent."""
         starts = [low for low, _ in self._runs]
         own = joined([result.sent.shifted(low) for result, low in zip(results, starts, strict=True)])
         for tensor in self._absent:  # not even a rounding error of theirs is this rank's

@@ -123,7 +123,6 @@ class OkTopkExchange(MultiPhaseExchange):
         return self._refreshed(mine) if threshold is None else self._above(mine, threshold)
 
     def _propose_edges(self) -> tuple[Tensor, Work]:
-        """Starts adding up edges of regions that hold equally many of each rank's entries."""
         numel, parts = self.spec.numel, self.transport.world_size
         wanted, share = _equal_edges(numel, parts), len(self._local) // parts
         if share:
@@ -134,7 +133,6 @@ class OkTopkExchange(MultiPhaseExchange):
         return edges, self.transport.all_reduce(edges)
 
     def _send_counts(self) -> tuple[Tensor, Work]:
-        """Starts sending every owner the number of entries that it will get."""
         self._parts = self._local.cut(self._edges)
         counts = torch.tensor([len(part) for part in self._parts], dtype=torch.int64, device=self.device)
         ones = [1] * self.transport.world_size
@@ -160,7 +158,6 @@ class OkTopkExchange(MultiPhaseExchange):
 
     @property
     def _sizes(self) -> list[int]:
-        """Elements of each region."""
         return [high - low for low, high in pairwise(self._edges)]
 
     def _codecs(self, sizes: Sequence[int], counts: Sequence[int], wire: str) -> list[Codec | None]:
@@ -169,11 +166,9 @@ class OkTopkExchange(MultiPhaseExchange):
         return [resolve_codec(wire, numel, count, self.dtype) if count else None for numel, count in shapes]
 
     def _in_span(self, parts: Sequence[Entries]) -> Entries:
-        """The lists of all regions as one, at positions in the span."""
         return joined([part.shifted(edge) for part, edge in zip(parts, self._edges, strict=False)])
 
     def _refreshed(self, mine: Entries) -> Entries:
-        """The largest sums of all, and the threshold that they set."""
         top = self._gathered(mine, self._counts(mine)).largest(self.spec.capacity)
         least = float(top.values.abs().min()) if len(top) == self.spec.capacity else 0.0
         # too few sums, or sums that overflowed, do not predict the threshold of the next step
@@ -181,7 +176,6 @@ class OkTopkExchange(MultiPhaseExchange):
         return top
 
     def _above(self, mine: Entries, threshold: float) -> Entries:
-        """The sums that reach the threshold, which then follows their number."""
         mine = mine[~(mine.values.abs() < threshold)]  # NaN must be seen by all
         counts = self._counts(mine)
         found = sum(counts)
@@ -196,7 +190,6 @@ class OkTopkExchange(MultiPhaseExchange):
         return self._gathered(mine, counts)
 
     def _counts(self, mine: Entries) -> list[int]:
-        """Entries that each rank has."""
         count = torch.tensor([len(mine)], dtype=torch.int64, device=self.device)
         return self._all_gather(self.transport, count, [1] * self.transport.world_size).tolist()
 

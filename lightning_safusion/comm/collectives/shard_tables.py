@@ -60,7 +60,6 @@ _WIDTHS = np.array([4, 2, 2])
 
 
 def _only_header(nbytes: int, header: int) -> Message:
-    """A message without entries."""
     return Message(0, 0, 0, (header // 4,) * 5, nbytes, header, None)
 
 
@@ -76,7 +75,6 @@ def _formats(pieces: Pieces, codecs: Sequence[Codec | None], sizes: Sequence[int
 
 
 def _format(pieces: Pieces, codec: Codec | None, nbytes: int, header: int) -> Message | None:
-    """The format of a message with entries of some pieces."""
     if codec is None:
         return _only_header(nbytes, header)
     starts, stops = pieces.runs.T

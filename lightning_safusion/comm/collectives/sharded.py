@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.host_shards import HostShard, Routes
+from lightning_safusion.comm.collectives.host_shards import HostRoutes, HostShard
 from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined
-from lightning_safusion.comm.collectives.shards import Formats, Pieces, Receiver, Shard
+from lightning_safusion.comm.collectives.shards import Formats, Pieces, Receiver, Routes, Shard
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.exchange import (
     Ability,
@@ -21,13 +21,12 @@ from lightning_safusion.comm.exchange import (
     aligned,
 )
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
-from lightning_safusion.comm.wire.codec import Codec, Inbox, spread
-from lightning_safusion.comm.wire.mailing import Mailing
+from lightning_safusion.comm.wire.codec import Inbox
+from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.kernels import cpu as native
+from lightning_safusion.kernels.fields import FIELD_BYTES
 from lightning_safusion.sparsify.base import Segments, Selection
-from lightning_safusion.sparsify.selection.torch_view import compact
 from lightning_safusion.sparsify.selection.units import SpanUnits
-from lightning_safusion.sparsify.selection.view import device_constant
 
 
 class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
@@ -78,8 +77,6 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
         #: Pieces with what a worker sends of each, and what their owners deliver.
         self.first, self.second = formats.first, formats.second
         self.segments = None if segments is None else self.first.segments()
-        self._edges = device_constant(np.append(self.first.runs[:, 0], spec.numel), device)
-        self._owners = device_constant(np.append(self.first.owners, workers), device)
         #: Formats of the entries for each owner, and of those that each owner delivers.
         self.out, self.delivered = formats.out, formats.delivered
         # flags and notices go with every message; what it selects in its own shard is there
@@ -95,22 +92,20 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
         self._size = formats.delivered_size
         #: uint8, the sums that it delivers, and uint8 [workers, nbytes], those that all owners do.
         self.sums, self.gathered_sums = self._memory(self._size), self._memory(self._size * workers).view(workers, -1)
-        length, outs = spec.num_tensors + 1, [*self._first.split(self.out_sizes)]
+        length, outs = spec.num_tensors + 1, self._first.split(self.out_sizes)
         self._own_header, *self._sent_headers = [out[:length] for out in (self._own, *outs) if len(out)]
         self._received_headers = [self.arriving[:, :length], self._own_header[None]]
         self.headers = torch.cat(self._received_headers)
-        self._headers_on_host = [each.numpy() for each in (self.headers, *self._received_headers) if each.is_cpu]
         on_host, messages = device.type == "cpu", self.arriving[:, self.header : self.header + nbytes]
         self._shard = (HostShard if on_host else Shard)(self.second.owned(rank), messages, self.out[rank])
-        #: Owners that it sends something, with the format and the memory of the message.
-        self._receivers = [
+        receivers = [
             Receiver(owner, codec, out[self.header : self.header + codec.nbytes])
             for owner, (codec, out) in enumerate(zip(self.out, outs, strict=True))
             if codec is not None and len(out)
         ]
-        self._routes = Routes(self.first, spec.numel, self._receivers) if on_host else None
+        self._routes = (HostRoutes if on_host else Routes)(self.first, spec.numel, receivers)
         own = self.delivered[rank]
-        self._delivery = Mailing([own], [self.sums[: own.nbytes]]) if on_host and own is not None else None
+        self._deliver = None if own is None else own.outbox(self.sums[: own.nbytes])
         self._units: SpanUnits | None = None
         self._sent_parts: list[Entries] = []  # of other shards, as decoded
         self._scattering: Work | None = None
@@ -120,9 +115,13 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
     @classmethod
     def formats(cls, spec: SpanSpec, workers: int, wire: str, dtype: torch.dtype, segments: Segments | None) -> Formats:
         """What so many workers send each other; arguments as in the constructor."""
-        empty = Segments(np.zeros(1, np.int64), np.zeros(0, np.int64), (), ())
-        pieces = Pieces.of(segments or empty, workers)
-        return Formats.of(spec, workers, wire, dtype, pieces.times(cls.scattered), pieces.times(cls.gathered))
+        whole = Pieces.of(segments or Segments(np.zeros(1, np.int64), np.zeros(0, np.int64), (), ()), workers)
+        first, second, values = whole.times(cls.scattered), whole.times(cls.gathered), value_format(wire, dtype).name
+        out, delivered = (
+            [pieces.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
+            for pieces in (first, second)
+        )
+        return Formats(first, second, out, delivered, aligned(spec.num_tensors + 1, FIELD_BYTES))
 
     @classmethod
     def received(cls, world_size: int, message: float) -> float:
@@ -151,11 +150,7 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
         return known, [message for inbox in known for message in inbox()]
 
     def _read_headers(self) -> Tensor:
-        if not self._headers_on_host:
-            return torch.cat(self._received_headers)
-        into, others, own = self._headers_on_host
-        into[:-1], into[-1:] = others, own
-        return self.headers
+        return torch.cat(self._received_headers)
 
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sent
@@ -187,24 +182,7 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
         edges = self.spec.edges
         self._shard.take(x, [(edges[tensor], edges[tensor + 1]) for tensor in part.absent])
         selection = self._nothing if part.selection is None else part.selection
-        if self._routes is not None:
-            self._sent_parts = [self._routes.send(selection)]
-            return
-        self._sent_parts = []
-        for owner, codec, out in self._receivers:
-            mine = self._within(owner, codec, selection)
-            self._sent_parts.append(Entries(spread(mine.indices, mine.count), codec.encode(mine, out)))
-
-    def _within(self, owner: int, codec: Codec, selection: Selection) -> Selection:
-        """What is selected in the shard of an owner, in a fixed shape."""
-        most = len(selection.indices)
-        if not most:
-            return self._nothing
-        piece = torch.searchsorted(self._edges, selection.indices, right=True).sub_(1)
-        mine = (self._owners[piece] == owner) & (torch.arange(most, device=self.device) < selection.count)
-        chosen = compact(mine, min(codec.capacity, most))
-        count = mine.sum().clamp_(max=len(chosen))
-        return Selection(selection.indices[chosen], selection.values[chosen], count)
+        self._sent_parts = self._routes.send(selection)
 
     def _launch_first(self) -> None:
         self._arrived = False
@@ -247,7 +225,6 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
             self._gathering = self._beside.all_gather(self.gathered_sums.view(-1), self.sums)
 
     def _select_sums(self) -> None:
-        """Adds up its shard, and writes what it delivers of that."""
         units, self._units = self._units, None  # nothing holds an optimizer's state after the window
         shard, sums = self._shard, self._shard.summed()
         delivered = self._delivered(shard.largest(sums, units))
@@ -255,14 +232,9 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
         self._sent = parts.indices, parts.values
 
     def _delivered(self, found: Entries) -> Entries:
-        """Writes what it delivers; returns it as it will be decoded."""
-        codec, indices, values = self.delivered[self.transport.rank], found.indices, found.values
-        if self._delivery is not None:
-            count = np.array([len(indices)])
-            values = torch.from_numpy(self._delivery.write(indices.numpy(), values.numpy(), count))
-        elif codec is not None:
-            values = codec.encode(Selection(indices, values, len(indices)), self.sums[: codec.nbytes])
-        return Entries(indices, values)
+        if self._deliver is None:
+            return found
+        return Entries(found.indices, self._deliver(Selection(found.indices, found.values, len(found)), True))
 
     def _finish(self) -> Entries:
         self.advance(wait=True)
@@ -289,22 +261,18 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
         if not native.sound(messages):
             for inbox in inboxes:
                 inbox()  # says what is wrong
-        (sparse, places), (dense, lanes) = self._tensors
-        scale, means = 1.0 / self.transport.world_size, [self._lane]
+        (sparse, places), (dense, lanes, means) = self._sparse_parts, self._dense_parts
+        scale = 1.0 / self.transport.world_size
         finite = native.mean_into([gradients[t] for t in sparse], places, lambda start, stop: messages, scale)
         return finite & native.mean_into([gradients[t] for t in dense], lanes, lambda start, stop: means, 1.0)
 
     @cached_property
-    def _lane(self) -> native.Message:
-        """The means of dense tensors (float32)."""
-        return native.Message.dense(self.lane.decode(self._nothing.values))
+    def _sparse_parts(self) -> tuple[list[int], native.Parts]:
+        return self.spec.sparse_parts()
 
     @cached_property
-    def _tensors(self) -> tuple[tuple[list[int], native.Parts], tuple[list[int], native.Parts]]:
-        """Tensors with selected elements, and where they are in the span; dense ones, and where in the lane."""
-        sizes = np.diff(self.spec.edges)
-        dense = np.array(self.spec.dense_tensors, np.int64)
-        sparse = np.setdiff1d(np.flatnonzero(sizes), dense)
-        edges, lanes = np.asarray(self.spec.edges), np.asarray(self.lane.spec.edges)
-        places = native.Parts.of(edges[sparse], sizes[sparse]), native.Parts.of(lanes[dense], sizes[dense])
-        return (sparse.tolist(), places[0]), (dense.tolist(), places[1])
+    def _dense_parts(self) -> tuple[list[int], native.Parts, list[native.Message]]:
+        """Dense tensors, where they lie in the lane, and the means there (float32)."""
+        dense, lanes = self.spec.dense_tensors, np.asarray(self.lane.spec.edges)
+        places = native.Parts.of(lanes[:-1][dense], np.diff(lanes)[dense])
+        return dense, places, [native.Message.dense(self.lane.decode(self._nothing.values))]

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.collectives.multiphase import Entries, message_sizes
-from lightning_safusion.comm.exchange import SpanSpec, aligned
-from lightning_safusion.comm.wire.codec import Codec
-from lightning_safusion.comm.wire.formats import resolve_codec, value_format
-from lightning_safusion.kernels.fields import FIELD_BYTES
-from lightning_safusion.sparsify.base import Segments
+from lightning_safusion.comm.exchange import aligned
+from lightning_safusion.comm.wire.codec import Codec, spread
+from lightning_safusion.comm.wire.formats import resolve_codec
+from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
+from lightning_safusion.sparsify.selection.torch_view import compact
 from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
 
@@ -127,16 +127,6 @@ class Formats:
     delivered: list[Codec | None]
     header: int
 
-    @classmethod
-    def of(cls, spec: SpanSpec, workers: int, wire: str, dtype: torch.dtype, first: Pieces, second: Pieces) -> Formats:
-        """From the pieces; other arguments as those of an exchange and of :func:`resolve_codec`."""
-        values = value_format(wire, dtype).name
-        out, delivered = (
-            [pieces.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
-            for pieces in (first, second)
-        )
-        return cls(first, second, out, delivered, aligned(spec.num_tensors + 1, FIELD_BYTES))
-
     def nbytes(self, owner: int) -> int:
         """Bytes of the entries for an owner."""
         codec = self.out[owner]
@@ -171,17 +161,47 @@ class Formats:
 
 
 class Receiver(NamedTuple):
-    """An owner that is sent something.
-
-    Args:
-        owner: Its rank.
-        codec: Format of the message.
-        memory: uint8 [nbytes], the message.
-    """
+    """An owner that is sent something, the format of its message, and the message itself (uint8 [nbytes])."""
 
     owner: int
     codec: Codec
     memory: Tensor
+
+
+class Routes:
+    """Sends the entries of a span to the owners of their pieces.
+
+    Args:
+        pieces: Of all owners.
+        numel: Elements of the span.
+        receivers: Owners that are sent something, ascending.
+    """
+
+    def __init__(self, pieces: Pieces, numel: int, receivers: Sequence[Receiver]) -> None:
+        self._receivers = receivers
+        device = receivers[0].memory.device if receivers else torch.device("cpu")
+        # int64 [M + 1]: where pieces begin, and their owners; what is behind them has none
+        self._edges = device_constant(np.append(pieces.runs[:, 0], numel), device)
+        self._owners = device_constant(np.append(pieces.owners, -1), device)
+
+    def send(self, selection: Selection) -> list[Entries]:
+        """Writes all messages; returns what is in them, as it will be decoded, owner by owner."""
+        sent = []
+        for owner, codec, memory in self._receivers:
+            mine = self._within(owner, codec, selection)
+            sent.append(Entries(spread(mine.indices, mine.count), codec.encode(mine, memory)))
+        return sent
+
+    def _within(self, owner: int, codec: Codec, selection: Selection) -> Selection:
+        """What is selected in the shard of an owner, in a fixed shape."""
+        most = len(selection.indices)
+        if not most:
+            return Selection(selection.indices, selection.values, 0)
+        piece = torch.searchsorted(self._edges, selection.indices, right=True).sub_(1)
+        mine = (self._owners[piece] == owner) & (torch.arange(most, device=piece.device) < selection.count)
+        chosen = compact(mine, min(codec.capacity, most))
+        count = mine.sum().clamp_(max=len(chosen))
+        return Selection(selection.indices[chosen], selection.values[chosen], count)
 
 
 class Shard:
@@ -256,7 +276,6 @@ class Shard:
         return self.in_span(places, change)
 
     def _places(self, indices: Tensor) -> Tensor:
-        """Where positions of the span are in the shard."""
         return indices - self._shifts[torch.searchsorted(self._starts, indices, right=True).sub_(1).clamp_(min=0)]
 
     def in_span(self, places: Tensor, values: Tensor) -> Entries:

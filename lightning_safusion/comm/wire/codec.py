@@ -63,8 +63,6 @@ class Codec(ABC):
     """
 
     layout: ClassVar[str]
-    #: Which of the fields has the values.
-    value_field: ClassVar[int]
 
     def __init__(self, shape: Shape) -> None:
         numel, capacity, values = shape.numel, shape.capacity, shape.values
@@ -106,16 +104,18 @@ class Codec(ABC):
             ValueError: If the selection exceeds the capacity, or ``out`` has another size.
         """
         self._check(out)
+        return self._encode(selection, self._fields(out), echo)
+
+    def _encode(self, selection: Selection, fields: Sequence[Tensor], echo: bool) -> Tensor:
         if selection.positions.numel() > self.capacity:
             raise ValueError(
                 f"the selection has {selection.positions.numel()} entries, the message has room for {self.capacity}: "
                 "cut the selection to the quotas of its segments"
             )
-        fields = self._fields(out)
         count, entries = selection.count, len(selection.values)
         if isinstance(count, int) and count < entries:
             valid = Selection(selection.indices[:count], selection.values[:count], count)
-            return pad(self.encode(valid, out, echo=echo), (0, entries - count))
+            return pad(self._encode(valid, fields, echo), (0, entries - count))
         fields[-1].zero_()
         return self.write(selection, fields[:-1], echo)
 
@@ -152,33 +152,21 @@ class Codec(ABC):
         return None
 
     def outbox(self, memory: Tensor) -> Outbox:
-        """Writes messages into uint8 [nbytes] (4-byte aligned), again in every step."""
-        fields = self._fields(memory)
-        place = self.placer(fields) if memory.is_cpu else None
-        if place is None:
-            return lambda selection, echo: self.encode(selection, memory, echo=echo)
-        values, rest = fields[self.value_field], fields[-1]
-        codes = self.field.codes(values) if self.values.few_bits else None
+        """Writes messages into uint8 [nbytes] (4-byte aligned), again in every step: views of it are made once."""
+        self._check(memory)
+        fields, outgoing = self._fields(memory), self.outgoing(memory) if memory.is_cpu else None
 
         def write(selection: Selection, echo: bool) -> Tensor:
-            positions, count = selection.positions, selection.count
-            exact = isinstance(count, int) and count == len(positions) <= self.capacity
-            if echo or not exact or not native.serves(positions, selection.values):
-                return self.encode(selection, memory, echo=echo)
-            host = positions.numpy()
-            place(host)
-            rest.zero_()
-            if codes is not None:
-                values.zero_()
-                if native.quantize(host, selection.values.numpy(), codes):
-                    return selection.values
-            return self.field.write(positions, selection.values, values, False)
+            positions, values = selection.positions, selection.values
+            exact = isinstance(selection.count, int) and selection.count == len(positions)
+            if outgoing is not None and exact and native.serves(positions, values):
+                count = np.array([len(positions)])
+                sent = native.write_messages(positions.numpy(), values.numpy(), count, [outgoing])
+                if sent is not None:
+                    return torch.from_numpy(sent)
+            return self._encode(selection, fields, echo)
 
         return write
-
-    def placer(self, fields: Sequence[Tensor]) -> Callable[[np.ndarray], None] | None:
-        """Writes ascending positions into fields on the host, whose views are made once; None if kernels cannot."""
-        return None
 
     def outgoing(self, memory: Tensor) -> native.Outgoing | None:
         """How compiled kernels write all of a message into uint8 [nbytes] on the host; None if they cannot."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -67,7 +67,6 @@ class EliasFanoCodec(Codec):
     """
 
     layout = "eliasfano"
-    value_field = 3
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -84,11 +83,9 @@ class EliasFanoCodec(Codec):
         self._on_device: dict[torch.device, _Tables] = {}
 
     def _blocks(self, bits: int) -> np.ndarray:
-        """Blocks of 2^bits elements of each tensor."""
         return -(-(self._ends - self._starts) >> bits)
 
     def _words(self, low: int) -> tuple[int, int, int]:
-        """Words of ranks, high and low."""
         buckets, regions = (int(self._blocks(bits).sum()) for bits in (low, low + REGION_BITS))
         ranks = blocks_of((regions + 1) * self._rank.itemsize, 4)
         return ranks, blocks_of(self.capacity + buckets, 32), low * blocks_of(self.capacity, 32) + 1
@@ -150,7 +147,7 @@ class EliasFanoCodec(Codec):
         ranks, high, low, values = fields
         positions = positions_to_write(selection, padding=self.numel)
         if native.serves(positions):
-            self.placer(fields)(positions.numpy())
+            self.place(positions.numpy(), fields)
             return self._write_values(selection, values, echo)
         tables, positions = self._tables(positions.device), positions.long()
         run = torch.searchsorted(tables.starts, positions, right=True).sub_(1).clamp_(min=0)
@@ -172,10 +169,10 @@ class EliasFanoCodec(Codec):
         ranks, high, low = (field.numpy() for field in fields[:3])
         return native.EliasFano(ranks.view(self._rank), high.view(np.uint64), low.view(np.uint32))
 
-    def placer(self, fields: Sequence[Tensor]) -> Callable[[np.ndarray], None]:
-        arrays = self._arrays(fields)
-        described = self.numel, self._described, self.low, self.capacity, arrays
-        return lambda positions: native.write_elias_fano(positions, *described)
+    def place(self, positions: np.ndarray, fields: Sequence[Tensor]) -> None:
+        """Writes ascending positions (int32 or int64 [K]) into fields on the host by compiled kernels."""
+        described = self.numel, self._described, self.low, self.capacity
+        native.write_elias_fano(positions, *described, self._arrays(fields))
 
     def outgoing(self, memory: Tensor) -> native.Outgoing | None:
         *fields, values, rest = self._fields(memory)

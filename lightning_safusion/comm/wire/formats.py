@@ -49,7 +49,6 @@ class CooCodec(Codec):
     """
 
     layout = "coo"
-    value_field = 2
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -90,7 +89,6 @@ class BitmapCodec(Codec):
     """One bit for every element of the span: the smallest message at high density."""
 
     layout = "bitmap"
-    value_field = 1
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
