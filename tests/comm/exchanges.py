@@ -12,12 +12,8 @@ import torch
 from torch import Tensor
 
 from lab.virtual.transport import local_transports
-from lightning_safusion.comm import Transport, resolve_codec
-from lightning_safusion.comm.collectives.allgather import HybridExchange, SparseAllGather
-from lightning_safusion.comm.collectives.gtopk import GTopKExchange
-from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, HierarchicalShardedExchange
-from lightning_safusion.comm.collectives.nodes import NodeTransports
-from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
+from lightning_safusion.comm import Transport
+from lightning_safusion.comm.catalogue import COLLECTIVES, SparseBuffer
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, Verdict
 from lightning_safusion.comm.transport.interface import Work
@@ -35,40 +31,6 @@ def span(numel: int, capacity: int, dense: tuple[int, int] | None = None) -> Spa
     return SpanSpec(numel, capacity, (0, *dense, numel), ((*dense, torch.float32),))
 
 
-def allgather(wire: str = "auto") -> Build:
-    def build(spec: SpanSpec, transport: Transport) -> Exchange:
-        codec = resolve_codec(wire, spec.numel, spec.capacity, torch.float32, spec.edges) if spec.capacity else None
-        return SparseAllGather(spec, transport, CPU, codec)
-
-    return build
-
-
-def hybrid(wire: str = "auto") -> Build:
-    def build(spec: SpanSpec, transport: Transport) -> Exchange:
-        codec = resolve_codec(wire, spec.numel, spec.capacity, torch.float32, spec.edges)
-        return HybridExchange(spec, transport, transport.subgroup(), CPU, codec)
-
-    return build
-
-
-def oktopk(wire: str = "auto", **options: Any) -> Build:
-    def build(spec: SpanSpec, transport: Transport) -> Exchange:
-        exchange = OkTopkExchange(spec, transport, CPU, wire, torch.float32)
-        for name, value in options.items():
-            setattr(exchange, name, value)
-        return exchange
-
-    return build
-
-
-def gtopk(wire: str = "auto") -> Build:
-    def build(spec: SpanSpec, transport: Transport) -> Exchange:
-        codec = resolve_codec(wire, spec.numel, spec.capacity, torch.float32) if spec.capacity else None
-        return GTopKExchange(spec, transport, CPU, codec)
-
-    return build
-
-
 def nodes_of(world_size: int) -> list[int]:
     """Node of every rank: unequal nodes where the ranks do not divide, and ranks of a node not next to each other."""
     return [rank % max(1, world_size // 2) for rank in range(world_size)]
@@ -79,45 +41,65 @@ def nodes_in(cluster: Sequence[int]) -> list[list[int]]:
     return [[rank for rank, node in enumerate(cluster) if node == name] for name in dict.fromkeys(cluster)]
 
 
+def built(
+    name: str,
+    wire: str = "auto",
+    nodes: Sequence[int] | None = None,
+    segments: Segments | None = None,
+    **options: Any,
+) -> Build:
+    """A collective of the catalogue, with other numbers; None: nodes as :func:`nodes_of` has them."""
+    row = COLLECTIVES[name]
+
+    def build(spec: SpanSpec, transport: Transport) -> Exchange:
+        names = nodes_of(transport.world_size) if nodes is None else nodes
+        over = row.connect(transport, names[transport.rank])
+        exchange = row.build(SparseBuffer(spec, CPU, wire, torch.float32, segments), over)
+        for option, value in options.items():
+            setattr(exchange, option, value)
+        return exchange
+
+    return build
+
+
+def allgather(wire: str = "auto") -> Build:
+    return built("allgather", wire)
+
+
+def hybrid(wire: str = "auto") -> Build:
+    return built("hybrid", wire)
+
+
+def oktopk(wire: str = "auto", **options: Any) -> Build:
+    return built("oktopk", wire, **options)
+
+
+def gtopk(wire: str = "auto") -> Build:
+    return built("gtopk", wire)
+
+
 def hierarchical(nodes: Sequence[int] | None = None, wire: str = "auto", segments: Segments | None = None) -> Build:
-    return _over_nodes(HierarchicalExchange, nodes, wire, segments)
+    return built("hierarchical", wire, nodes, segments)
 
 
 def hierarchical_sharded(
     nodes: Sequence[int] | None = None, wire: str = "auto", segments: Segments | None = None
 ) -> Build:
-    return _over_nodes(HierarchicalShardedExchange, nodes, wire, segments)
+    return built("hierarchical-sharded", wire, nodes, segments)
 
 
-def _over_nodes(
-    kind: type[HierarchicalExchange] | type[HierarchicalShardedExchange],
-    nodes: Sequence[int] | None,
-    wire: str,
-    segments: Segments | None,
-) -> Build:
-    def build(spec: SpanSpec, transport: Transport) -> Exchange:
-        names = nodes_of(transport.world_size) if nodes is None else nodes
-        made = NodeTransports.make(transport, names[transport.rank])
-        return kind(spec, made, CPU, wire, torch.float32, segments)
-
-    return build
-
-
-def sharded(wire: str = "auto", **options: Any) -> Build:
-    class Sharded(ShardedExchange):
-        """With other numbers."""
-
-    for name, value in options.items():
-        setattr(Sharded, name, value)
+def sharded(wire: str = "auto", **shares: float) -> Build:
+    """With other shares ``scattered`` and ``gathered``."""
+    kind = type("Sharded", (ShardedExchange,), shares)
 
     def build(spec: SpanSpec, transport: Transport) -> Exchange:
-        if not spec.capacity:
-            return Sharded(spec, transport, transport.subgroup(), CPU, wire, torch.float32, None)
-        sizes = np.diff(spec.edges)
-        sizes[spec.dense_tensors] = 0
-        quotas = -(-sizes * spec.capacity // sizes.sum())
-        segments = Segments(np.array(spec.edges), quotas, tuple(range(len(sizes))), tuple((n,) for n in sizes.tolist()))
-        return Sharded(spec, transport, transport.subgroup(), CPU, wire, torch.float32, segments)
+        segments = None
+        if spec.capacity:
+            sizes = np.diff(spec.edges)
+            sizes[spec.dense_tensors] = 0
+            quotas, shapes = -(-sizes * spec.capacity // sizes.sum()), tuple((size,) for size in sizes.tolist())
+            segments = Segments(np.array(spec.edges), quotas, tuple(range(len(sizes))), shapes)
+        return kind(spec, transport, transport.subgroup(), CPU, wire, torch.float32, segments)
 
     return build
 
@@ -165,6 +147,7 @@ def through(exchange: Exchange, x: Tensor, part: Part | None = None) -> Received
 def end(exchange: Exchange, work: Work, x: Tensor) -> Received:
     """The end of an exchange that has been started."""
     work.wait()
+    work.wait()  # a second time does no harm
     scratch = torch.zeros(exchange.spec.numel)
     mean = exchange.decode(scratch)
     finite = exchange.is_finite(mean)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
-from lightning_safusion.comm.exchange import Part, SpanSpec
+from lightning_safusion.comm.exchange import SpanSpec
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
 from tests.cluster import Cluster, settings, specs
-from tests.comm.exchanges import Build, Workers, allgather, gradients, hybrid, part_of, span
+from tests.comm.exchanges import Workers, allgather, gradients, part_of
 
 EDGES = (0, 70_000, 70_000, 70_040, 120_000)  # an empty tensor and a small one among others
 compiled = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
@@ -102,17 +102,6 @@ def test_a_sum_that_is_not_finite_is_seen(value: float, dense: tuple[int, int] |
     for direct, finite, mean, otherwise in both(workers, xs):
         assert finite is otherwise is (value == 3e38)  # whose mean fits
         torch.testing.assert_close(torch.cat(direct), mean, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("build", [allgather(), allgather("q4"), hybrid()], ids=["allgather", "q4", "hybrid"])
-def test_of_an_absent_tensor_nothing_is_sent(build: Build) -> None:
-    spec = span(2000, 20, dense=(500, 900))
-    workers, xs = Workers(3, spec, build), gradients(3, 2000)
-    parts = [part_of(x, spec) for x in xs]
-    workers.step(xs, parts)  # what was sent then is not sent again
-    parts[1] = Part(parts[1].selection, parts[1].flags, (1,))
-    results = workers.step(xs, parts)
-    torch.testing.assert_close(results[0].mean[500:900], (xs[0] + xs[2])[500:900] / 3)
 
 
 def test_without_compiled_kernels_the_mean_goes_through_a_buffer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -10,23 +11,21 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm import SoloTransport, Transport
-from lightning_safusion.comm.collectives.hierarchical import HierarchicalShardedExchange
-from lightning_safusion.comm.collectives.nodes import NodeTransports, shard_of
+from lightning_safusion.comm.collectives.nodes import shard_of
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec
 from lightning_safusion.comm.wire.formats import message_bytes
-from lightning_safusion.fusion.quota import Scope
-from lightning_safusion.sparsify.base import Segments, Selection, span_segments
+from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.survey import History, Selector
 from lightning_safusion.sparsify.selection.units import Moment, SpanUnits
-from tests.cluster import Cluster, settings
 from tests.comm.exchanges import (
     CPU,
     Build,
     Workers,
     conserved,
     gradients,
+    hierarchical,
     hierarchical_sharded,
     nodes_in,
     part_of,
@@ -157,20 +156,22 @@ def test_many_nodes_receive_no_more_than_few(nodes: int) -> None:
             assert exchange.bytes_received == counted
 
 
-@pytest.mark.parametrize("wire", ["fp16", "q4"])
-def test_what_does_not_fit_stays_in_the_node(wire: str) -> None:
-    workers = Workers(4, span(40, 40), hierarchical_sharded([0, 0, 1, 1], wire=wire))
-    for step in range(3):
-        xs = [1e5 * x for x in gradients(4, 40, seed=step)]
-        results = workers.step(xs)
-        assert same(results)
-        assert conserved(results)
-        assert results[0].finite
+@pytest.mark.parametrize("kind", [hierarchical, hierarchical_sharded])
+@pytest.mark.parametrize("wire", ["auto", "fp16", "q4"])
+def test_rounding_and_what_does_not_fit_stay_in_the_node(kind: Callable[..., Build], wire: str) -> None:
+    for numel, scale in ((1000, 1e3), (40, 1e5)):
+        workers = Workers(5, span(numel, 40), kind([0, 1, 0, 1, 1], wire=wire))
+        for step in range(3):
+            results = workers.step([scale * x for x in gradients(5, numel, seed=step)])
+            assert same(results)
+            assert conserved(results)
+            assert results[0].finite
 
 
-def test_a_tensor_of_which_a_rank_sends_nothing_is_not_charged_to_it() -> None:
+@pytest.mark.parametrize("kind", [hierarchical, hierarchical_sharded])
+def test_a_tensor_of_which_a_rank_sends_nothing_is_not_charged_to_it(kind: Callable[..., Build]) -> None:
     spec = SpanSpec(600, 60, (0, 300, 600), ())
-    workers = Workers(4, spec, hierarchical_sharded([0, 0, 1, 1], wire="bf16"))
+    workers = Workers(4, spec, kind([0, 0, 1, 1], wire="bf16"))
     xs = gradients(4, 600)
     parts = [part_of(x, spec) for x in xs]
     tensors = slice(0, 300), slice(300, 600)
@@ -186,47 +187,14 @@ def test_a_tensor_of_which_a_rank_sends_nothing_is_not_charged_to_it() -> None:
         assert conserved(results)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "wire", "scope"),
-    [
-        ([0, 1, 0, 1, 1], "q4", "tensor"),
-        ([0, 1, 0, 1, 1], "fp32", "group"),
-        ([0, 0, 0], "q4", "group"),
-        ([0, 1, 2], "fp32", "tensor"),
-    ],
-)
-def test_under_the_engine(nodes: list[int], wire: str, scope: Scope) -> None:
-    n = len(nodes)
-    cluster = Cluster(n, lambda: settings(collective="hierarchical-sharded", scope=scope, wire=wire), nodes=nodes)
-    given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
-    delivered = [torch.zeros_like(total) for total in given]
-    for step in range(4):
-        grads = cluster.random_grads(step)
-        means = cluster.step(grads)
-        for index in range(len(given)):
-            given[index] += sum(mine[index].double() for mine in grads)
-            assert all(torch.equal(means[0][index], other[index]) for other in means[1:])
-            delivered[index] += n * means[0][index].double()
-    for index, total in enumerate(given):
-        held = sum(cluster.residual(rank, index) for rank in range(n))
-        torch.testing.assert_close(delivered[index] + held, total, rtol=1e-5, atol=1e-4)
-    report = cluster.engines[0].record
-    assert report is not None
-    assert 0.02 < report.as_dict()["achieved_density"] < 0.25
-    cluster.close()
-
-
-def test_a_single_worker() -> None:
-    transports = NodeTransports.make(SoloTransport(), "here")
-    exchange = HierarchicalShardedExchange(span(10, 2), transports, CPU, "auto", torch.float32, None)
-    result = through(exchange, torch.arange(10.0))
-    assert result.mean.nonzero().view(-1).tolist() == [3, 4, 5, 6, 7, 8, 9]  # three and a half quotas
+@pytest.mark.parametrize(("kind", "delivered"), [(hierarchical, 2), (hierarchical_sharded, 7)])
+def test_a_single_worker(kind: Callable[..., Build], delivered: int) -> None:
+    result = through(kind()(span(10, 2), SoloTransport()), torch.arange(10.0))
+    assert result.mean.nonzero().view(-1).tolist() == [*range(10)][-delivered:]  # three and a half quotas of owners
     assert torch.equal(result.mean, result.sent)
 
 
 def test_segments_that_compete_are_refused() -> None:
-    transports = NodeTransports.make(SoloTransport(), "here")
-    pooled = span_segments(10, 2)
-    pooled = Segments(pooled.edges, pooled.quotas, pooled.keys, pooled.shapes, pool=3)
+    pooled = Segments(np.array([0, 10]), np.array([2]), (0,), ((10,),), pool=3)
     with pytest.raises(ValueError, match="no quota='pooled'"):
-        HierarchicalShardedExchange(span(10, 2), transports, CPU, "auto", torch.float32, pooled)
+        hierarchical_sharded(segments=pooled)(span(10, 2), SoloTransport())

@@ -1,7 +1,7 @@
 """Ranks of positions by Elias and Fano: 16 bits each where there is room for fewer than 65536 entries, else 32.
 
 Covers: what is written at the border with compiled kernels, NumPy and PyTorch, against regions counted here; one tensor
-    with many regions, many tiny tensors, no entries; messages written and read by owners; damage.
+    with many regions, many tiny tensors, fewer entries, and none; messages written and read by owners; damage.
 """
 
 from __future__ import annotations
@@ -52,50 +52,31 @@ def counted(edges: Sequence[int], low: int, positions: Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("edges", [LONG, TINY], ids=["long", "tiny"])
+@pytest.mark.parametrize(("edges", "fewer"), [(LONG, ()), (TINY, (40_000, 1, 0))], ids=["long", "tiny"])
 @pytest.mark.parametrize("capacity", [BORDER - 1, BORDER])
-def test_ranks_have_the_width_that_their_numbers_need(edges: list[int], capacity: int, compiled: bool) -> None:
-    codec, positions = codec_of(edges, capacity), drawn(edges, capacity)
-    width = np.uint16 if capacity < BORDER else np.uint32
-    expected = counted(edges, codec.low, positions)
-    assert len(expected) > 100
+def test_ranks_have_the_width_that_their_numbers_need(
+    edges: list[int], fewer: tuple[int, ...], capacity: int, compiled: bool
+) -> None:
+    codec, width = codec_of(edges, capacity), np.uint16 if capacity < BORDER else np.uint32
     size = codec.field_bytes[0]
-    assert size == -(-expected.astype(width).nbytes // 16) * 16
-    with contextlib.nullcontext() if compiled else native.unused():
-        message = written(codec, positions)
-        field = message[:size].numpy().view(width)
-        assert np.array_equal(field[: len(expected)], expected)
-        assert not field[len(expected) :].any()
-        assert torch.equal(codec.decode(message)[0], positions)
-        start, stop = edges[-1] // 3, edges[-1] // 2
-        inside = positions[(positions >= start) & (positions < stop)]
-        assert torch.equal(codec.reader(message)(start, stop)[0], inside)
-    assert torch.equal(codec.decode_padded(message)[0], positions)
-    assert torch.equal(written(codec, positions, padded=True), message)
-
-
-@pytest.mark.parametrize("capacity", [BORDER - 1, BORDER])
-@pytest.mark.parametrize("count", [0, 1, 40_000])
-def test_fewer_entries_than_there_is_room_for(capacity: int, count: int) -> None:
-    codec, positions = codec_of(TINY, capacity, "fp32"), drawn(TINY, count)
-    message = written(codec, positions)
-    assert torch.equal(codec.decode(message)[0], positions)
-    indices, values = codec.decode_padded(message)
-    assert torch.equal(indices[:count], positions)
-    assert values.count_nonzero() == count
-    with native.unused():
-        assert torch.equal(written(codec, positions), message)
-
-
-@pytest.mark.parametrize("edges", [LONG, TINY, [0, 0], [0, 1]])
-def test_room_for_nothing(edges: list[int]) -> None:
-    codec = codec_of(edges, 0, "fp32")
-    nothing = torch.empty(0, dtype=torch.int64)
-    message = written(codec, nothing)
-    assert len(codec.decode(message)[0]) == len(codec.decode_padded(message)[0]) == 0
-    assert not message[: codec.field_bytes[0]].any()
-    with native.unused():
-        assert torch.equal(written(codec, nothing), message)
+    start, stop = edges[-1] // 3, edges[-1] // 2
+    for count in (capacity, *fewer):
+        positions = drawn(edges, count)
+        expected = counted(edges, codec.low, positions)
+        assert len(expected) > 100
+        assert size == -(-expected.astype(width).nbytes // 16) * 16
+        with contextlib.nullcontext() if compiled else native.unused():
+            message = written(codec, positions)
+            field = message[:size].numpy().view(width)
+            assert np.array_equal(field[: len(expected)], expected)
+            assert not field[len(expected) :].any()
+            assert torch.equal(codec.decode(message)[0], positions)
+            inside = positions[(positions >= start) & (positions < stop)]
+            assert torch.equal(codec.reader(message)(start, stop)[0], inside)
+        indices, values = codec.decode_padded(message)
+        assert torch.equal(indices[:count], positions)
+        assert values.count_nonzero() == count
+        assert torch.equal(written(codec, positions, padded=True), message)
 
 
 @pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")

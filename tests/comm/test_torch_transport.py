@@ -14,55 +14,6 @@ from lightning_safusion.comm.transport.torch_backend import SoloTransport, Torch
 from tests.process_group import run_ranks
 
 
-def collectives(rank: int) -> dict[str, Any]:
-    transport = default_transport()
-    n = transport.world_size
-    assert isinstance(transport, TorchTransport)
-    result: dict[str, Any] = {"rank": transport.rank, "world": n}
-    sizes = [4097, 300_001, 1, 300_001]  # neither multiples of 4 nor of the ranks
-    messages = [torch.full((size,), rank + 1 + i, dtype=torch.uint8) for i, size in enumerate(sizes)]
-    gathered = [torch.zeros(size * n, dtype=torch.uint8) for size in sizes]
-    works = [transport.all_gather(output, message) for output, message in zip(gathered, messages, strict=True)]
-    called: list[float] = []
-    works[1].on_done(called.append)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
-        for op in ("sum", "min", "max"):
-            tensor = torch.tensor([rank, -rank, 3 * rank]).to(dtype)
-            works.append(transport.all_reduce(tensor, op))
-            result[f"{dtype}-{op}"] = tensor
-    copied = torch.tensor([rank, rank])
-    works.append(transport.broadcast(copied, source=n - 1))
-    for work in works:
-        work.wait()
-    result = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in result.items()}
-    result["gathered"] = all(
-        torch.equal(output.view(n, -1), torch.arange(1 + i, n + 1 + i).to(torch.uint8)[:, None].expand(n, size))
-        for i, (output, size) in enumerate(zip(gathered, sizes, strict=True))
-    )
-    deadline = time.perf_counter() + 10
-    while not called and time.perf_counter() < deadline:
-        time.sleep(0.001)
-    result["called"] = len(called)
-    result["copied"] = copied.tolist()
-    result["objects"] = transport.gather_objects({"rank": rank})
-    return result
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_collectives(world_size: int) -> None:
-    for rank, result in enumerate(run_ranks(world_size, collectives)):
-        assert (result["rank"], result["world"]) == (rank, world_size)
-        assert result["gathered"]
-        assert result["called"] == 1
-        assert result["copied"] == [world_size - 1] * 2
-        assert result["objects"] == [{"rank": r} for r in range(world_size)]
-        total, last = sum(range(world_size)), world_size - 1
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
-            assert result[f"{dtype}-sum"] == [total, -total, 3 * total]
-            assert result[f"{dtype}-min"] == [0, -last, 0]
-            assert result[f"{dtype}-max"] == [last, 0, 3 * last]
-
-
 def sums(rank: int) -> list[float]:
     tensor = torch.randn(10_001, generator=torch.Generator().manual_seed(rank))
     default_transport().all_reduce(tensor).wait()
@@ -155,13 +106,17 @@ def test_close_after_the_default_group_is_gone() -> None:
 
 def dead_peer(rank: int) -> list[str]:
     transport = TorchTransport(timeout=timedelta(seconds=1))
-    groups = [transport.subgroup(), transport.subgroup()]
+    groups = [transport.subgroup() for _ in range(3)]
     if rank == 1:
         time.sleep(2)
         return []
     large = torch.zeros(600_000, dtype=torch.uint8)
     errors = []
-    for work in (groups[0].all_reduce(torch.ones(1)), groups[1].all_gather(large, large[:300_000].clone())):
+    for work in (
+        groups[0].permute(torch.zeros(1), torch.zeros(1), [(1, 0)]),
+        groups[1].all_reduce(torch.ones(1)),
+        groups[2].all_gather(large, large[:300_000].clone()),
+    ):
         try:
             work.wait()
         except RuntimeError as error:
@@ -171,22 +126,17 @@ def dead_peer(rank: int) -> list[str]:
 
 def test_wait_raises_the_error_of_the_backend() -> None:
     errors = run_ranks(2, dead_peer)[0]
-    assert len(errors) == 2  # the other worker may have left before the second one is waited for
-    assert "imed out" in errors[0]
+    assert len(errors) == 3  # the other worker may have left before the last one is waited for
+    assert all("imed out" in error for error in errors[:2])
 
 
 def test_a_single_process_needs_no_group() -> None:
     transport = default_transport()
     assert isinstance(transport, SoloTransport)
     called: list[float] = []
-    tensor, gathered = torch.tensor([1.0, 2.0]), torch.zeros(2)
-    work = transport.all_gather(gathered, tensor)
+    work = transport.all_reduce(torch.ones(1))
     work.on_done(called.append)
     work.wait()
-    transport.all_reduce(tensor, "max").wait()
-    transport.broadcast(tensor).wait()
-    assert gathered.tolist() == tensor.tolist() == [1.0, 2.0]
-    assert transport.gather_objects("x") == ["x"]
     assert len(called) == 1
     transport.subgroup().close()
     transport.close()

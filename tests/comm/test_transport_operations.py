@@ -1,11 +1,10 @@
-"""All-to-all, reduce-scatter, permutation and groups of ranks, on virtual workers and on real ones."""
+"""Every operation of a transport, on virtual workers, on real ones, and on one alone."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,12 +13,14 @@ import torch.distributed as dist
 
 from lab.virtual.transport import local_transports
 from lightning_safusion.comm import SoloTransport, Transport
-from lightning_safusion.comm.transport.interface import Work
+from lightning_safusion.comm.transport.interface import ReduceOp, Work
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from tests.comm.test_local_transport import in_threads
 from tests.process_group import run_ranks
 
 WORLDS = [1, 2, 3, 5]
+OPS: tuple[ReduceOp, ...] = ("sum", "min", "max")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
 def pieces(source: int, destination: int) -> list[int]:
@@ -30,11 +31,22 @@ def pieces(source: int, destination: int) -> list[int]:
 def operations(transport: Transport) -> dict[str, Any]:
     """Everything at once, waited for in another order."""
     rank, n = transport.rank, transport.world_size
+    works: list[Work] = []
+    sizes = [4097, 300_001, 1]  # neither multiples of 4 nor of the ranks; two ranks of gloo swap what is large
+    gathered = [torch.zeros(size * n, dtype=torch.uint8) for size in sizes]
+    works += [transport.all_gather(into, torch.full((len(into) // n,), rank, dtype=torch.uint8)) for into in gathered]
+    reduced: dict[tuple[ReduceOp, torch.dtype], torch.Tensor] = {}
+    for op in OPS:
+        for dtype in DTYPES:
+            reduced[op, dtype] = torch.tensor([rank, -rank, 3 * rank]).to(dtype)
+            works.append(transport.all_reduce(reduced[op, dtype], op))
+    copied = torch.full((2,), rank)
+    works.append(transport.broadcast(copied, source=n - 1))
     out = [pieces(rank, other) for other in range(n)]
     into = [pieces(other, rank) for other in range(n)]
     tensor = torch.tensor([number for piece in out for number in piece], dtype=torch.uint8)
     received = torch.zeros(sum(map(len, into)), dtype=torch.uint8)
-    works: list[Work] = [transport.all_to_all(received, tensor, list(map(len, into)), list(map(len, out)))]
+    works.append(transport.all_to_all(received, tensor, list(map(len, into)), list(map(len, out))))
     shares = {}
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         shares[str(dtype)] = torch.zeros(2, dtype=dtype)
@@ -51,7 +63,12 @@ def operations(transport: Transport) -> dict[str, Any]:
     for work in reversed(works):
         work.wait()
         work.wait()
+    ranks = torch.arange(n, dtype=torch.uint8)
     return {
+        "gathered": [torch.equal(got, ranks.repeat_interleave(len(got) // n)) for got in gathered],
+        "reduced": [reduced[op, dtype].tolist() for op in OPS for dtype in DTYPES],
+        "copied": copied.tolist(),
+        "objects": transport.gather_objects({"rank": rank}),
         "received": received.tolist() == [number for piece in into for number in piece],
         "shares": {dtype: share.tolist() for dtype, share in shares.items()},
         "ring": ring.tolist(),
@@ -61,6 +78,12 @@ def operations(transport: Transport) -> dict[str, Any]:
 
 
 def check(rank: int, n: int, result: dict[str, Any]) -> None:
+    total, last = sum(range(n)), n - 1
+    sums, least, most = [total, -total, 3 * total], [0, -last, 0], [last, 0, 3 * last]
+    assert result["gathered"] == [True] * 3
+    assert result["reduced"] == [each for each in (sums, least, most) for _ in DTYPES]
+    assert result["copied"] == [last] * 2
+    assert result["objects"] == [{"rank": each} for each in range(n)]
     assert result["received"]
     share = [n * (2 * rank + i) + sum(range(n)) for i in range(2)]
     assert result["shares"] == {str(d): share for d in (torch.float32, torch.bfloat16, torch.int64)}
@@ -208,18 +231,3 @@ def lifetimes(rank: int) -> list[Any]:
 
 def test_works_call_back_once_and_keep_nothing() -> None:
     assert run_ranks(2, lifetimes) == [[0, 5, True, 1.0, 2, 1]] * 2
-
-
-def dead_peer(rank: int) -> str:
-    transport = TorchTransport(timeout=timedelta(seconds=1)).split([[0, 1]])
-    if rank == 1:
-        return ""
-    try:
-        transport.permute(torch.zeros(1), torch.zeros(1), [(1, 0)]).wait()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_a_message_that_never_comes_is_an_error() -> None:
-    assert "imed out" in run_ranks(2, dead_peer)[0]
