@@ -1,8 +1,4 @@
-"""Fused kernels where the host decides: a loss scaler, tensors without a gradient, several backward passes of a step.
-
-Covers: messages, gradients and residuals of the CPU, bit for bit, with all kinds of shipments; windows that are not
-    finite; a damaged message; the same launches as where the device decides, and hardly a byte beside them.
-"""
+"""Fused kernels where the host decides: a loss scaler, tensors without a gradient, several backwards of a step."""
 
 from __future__ import annotations
 
@@ -21,24 +17,23 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton")
 
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
-from lightning_safusion.fusion import fused
 from lightning_safusion.kernels.cuda import launch
 from tests.cluster import Cluster, specs
-from tests.fusion.test_fused import FULL, MIXED, SHAPES, compare_in, shipments
+from tests.fusion.test_fused import FULL, MIXED, SHAPES, SHARDS, compare_in, served, shipments
+from tests.fusion.windows import Make, equal, finite, flat, random_window
 from tests.quick import slow
 
 BAD = 4
-SHARDS = {"collective": "sharded", "wire": "q4"}
 # Tensors without a gradient, by window and rank: on all ranks, on one, on each another.
 STALE: Sequence[Sequence[Sequence[int]]] = ([[1, 4]] * 2, [[0], []], [[5], [1]], [[], []])
 
 
 @pytest.fixture
-def make(make_fused: Callable[..., Cluster]) -> Callable[..., Cluster]:
+def make(make_fused: Make) -> Make:
     return partial(make_fused, tensors=specs(SHAPES), collective="allgather", wire="eliasfano-q4")
 
 
-def pair(make: Callable[..., Cluster], scale: float | None = None, **options: Any) -> list[Cluster]:
+def pair(make: Make, scale: float | None = None, **options: Any) -> list[Cluster]:
     """Clusters whose host decides, with kernels and without, after a first window."""
     clusters = [make(**options, kernels=kernels) for kernels in (True, False)]
     for cluster in clusters:
@@ -46,7 +41,7 @@ def pair(make: Callable[..., Cluster], scale: float | None = None, **options: An
             engine.steps.tracked[:] = True
             if scale is not None:
                 engine.loss_scale = lambda: torch.tensor(scale)
-        cluster.step(cluster.random_grads(0))
+        random_window(cluster, 0)
         stepped(cluster)
     return clusters
 
@@ -59,19 +54,14 @@ def stepped(cluster: Cluster, without: Sequence[int] = ()) -> None:
 
 def same(clusters: list[Cluster], seed: int, stale: Sequence[Sequence[int]] = ((), ())) -> None:
     """A window has the same bits with kernels and without: messages, gradients, residuals, and what was sent."""
-    numbers, number = [], len(clusters[0].specs)
-    fresh = [[i not in own for i in range(number)] for own in stale]
-    for cluster in clusters:
-        means = cluster.step(cluster.random_grads(seed), fresh)
-        numbers.append([grad for own in means for grad in own] + cluster.residuals())
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*numbers, strict=True))
+    fresh = [[i not in own for i in range(len(clusters[0].specs))] for own in stale]
+    assert equal(*(cluster.step(cluster.random_grads(seed), fresh) for cluster in clusters))
+    assert equal(*(cluster.residuals() for cluster in clusters))
+    assert [served(cluster) for cluster in clusters] == [{True}, {False}]
     for rank in range(2):
         for ours, theirs in zip(*(shipments(cluster, rank) for cluster in clusters), strict=True):
-            assert isinstance(ours, fused.FusedShipment)
-            assert not isinstance(theirs, fused.FusedShipment)
             assert ours.sent_counts().tolist() == theirs.sent_counts().tolist()
             if isinstance(ours.buffer.exchange, SparseAllGather):
-                assert isinstance(theirs.buffer.exchange, SparseAllGather)
                 assert torch.equal(ours.buffer.exchange.messages[1], theirs.buffer.exchange.messages[1])
 
 
@@ -82,7 +72,7 @@ def same(clusters: list[Cluster], seed: int, stale: Sequence[Sequence[int]] = ((
         *slow([(1024.0, {"tensors": MIXED, "quota": "pooled", "memory": "decoupled"}), (3.7, SHARDS)]),
     ],
 )
-def test_a_scaled_loss(make: Callable[..., Cluster], scale: float, options: Any) -> None:
+def test_a_scaled_loss(make: Make, scale: float, options: Any) -> None:
     clusters = pair(make, scale, **options)
     for seed in (1, 2):
         same(clusters, seed)
@@ -105,7 +95,7 @@ def test_a_scaled_loss(make: Callable[..., Cluster], scale: float, options: Any)
         ),
     ],
 )
-def test_tensors_without_a_gradient(make: Callable[..., Cluster], options: Any, by_update: bool) -> None:
+def test_tensors_without_a_gradient(make: Make, options: Any, by_update: bool) -> None:
     clusters = pair(make, **options)
     if by_update:
         compare_in(clusters)
@@ -116,7 +106,7 @@ def test_tensors_without_a_gradient(make: Callable[..., Cluster], options: Any, 
 
 
 @pytest.mark.filterwarnings("ignore:.*computed on some ranks only")
-def test_optimizers_that_take_turns(make: Callable[..., Cluster]) -> None:
+def test_optimizers_that_take_turns(make: Make) -> None:
     """A gradient that comes again before its optimizer has stepped goes past the residual."""
     clusters = pair(make)
     for seed, waiting in enumerate(((0, 1), (4,), ())):
@@ -129,7 +119,7 @@ def test_optimizers_that_take_turns(make: Callable[..., Cluster]) -> None:
 @pytest.mark.parametrize(
     ("scale", "options"), [(None, {}), *slow([(8.0, {}), (None, SHARDS), (8.0, {"tensors": MIXED})])]
 )
-def test_windows_that_are_not_finite(make: Callable[..., Cluster], scale: float | None, options: Any) -> None:
+def test_windows_that_are_not_finite(make: Make, scale: float | None, options: Any) -> None:
     """What an optimizer has used leaves the residual, the rest stays, and a later window averages element by element.
 
     The kernels take out again what a tensor has added before its bad element was seen: rounded, not bit for bit.
@@ -144,23 +134,21 @@ def test_windows_that_are_not_finite(make: Callable[..., Cluster], scale: float 
             means = cluster.step(grads)
             if seed == 5 or (scale is not None and seed == 6):  # what is beside the bad element was never a mean
                 for own in means:
-                    assert not torch.isfinite(own[BAD]).all()
+                    assert not finite(own[BAD])
                     own[BAD].zero_()
             stepped(cluster, (1, 3))
             for engine in cluster.engines:
                 engine.settle()
                 engine.steps.unstepped[:] = False
-            numbers.append([grad.double() for own in means for grad in own] + cluster.residuals())
-        for ours, theirs in zip(*numbers, strict=True):
-            torch.testing.assert_close(ours.nan_to_num(), theirs.nan_to_num(), rtol=1e-5, atol=1e-4)
+            numbers.append(flat([means, cluster.residuals()]).nan_to_num())
+        torch.testing.assert_close(*numbers, rtol=1e-5, atol=1e-4)
 
 
-def test_a_damaged_message_ends_the_window_with_an_error(make: Callable[..., Cluster]) -> None:
+def test_a_damaged_message_ends_the_window_with_an_error(make: Make) -> None:
     cluster = pair(make)[0]
-    cluster.step(cluster.random_grads(1))
+    random_window(cluster, 1)
     stepped(cluster)
     buffer = next(iter(cluster.engines[0].space.buffers.values()))
-    assert isinstance(buffer.exchange, SparseAllGather)
     kernels = buffer._constants["kernels"][1]
     ranks = 4 * kernels.tables.message.fields[0]
     pack = kernels.pack
@@ -170,9 +158,8 @@ def test_a_damaged_message_ends_the_window_with_an_error(make: Callable[..., Clu
         kernels.sent[ranks : ranks + 2] = 255
 
     kernels.pack = damaged
-    grads = cluster.random_grads(2)
     with pytest.raises(RuntimeError, match="a message is damaged"):
-        cluster.step(grads)
+        random_window(cluster, 2)
 
 
 class Beside(TorchDispatchMode):
@@ -199,7 +186,7 @@ class Beside(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*computed on some ranks only")
 def test_the_host_decides_at_the_cost_of_a_window_in_which_the_device_does(
-    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors, own = specs(((100, 50), (60,), (1,), (60, 50), (40,))), launch.launch
     numel = sum(spec.numel for spec in tensors)
@@ -221,7 +208,7 @@ def test_the_host_decides_at_the_cost_of_a_window_in_which_the_device_does(
                     engine.push(index, grads[index], fresh=name != "unused" or index != 1)
                 engine.drain()
             stepped(cluster)
-        assert all(isinstance(shipment, fused.FusedShipment) for shipment in shipments(cluster))
+        assert served(cluster) == {True}
         costs[name] = beside
     for cost in costs.values():
         assert cost.nbytes <= costs["device"].nbytes + 0.25 * numel  # kernels move some 30 bytes per element
