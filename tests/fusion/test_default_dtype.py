@@ -20,7 +20,8 @@ from lightning_safusion.comm.catalogue import COLLECTIVES
 from lightning_safusion.comm.wire.values import VALUES
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.registry import available_sparsifiers
-from tests.cluster import Cluster, settings, specs
+from tests.cluster import specs
+from tests.fusion.windows import Make, equal
 
 ROOT = Path(lightning_safusion.__file__).parent
 # Those whose numbers take the default dtype if none is named; ``arange`` takes that of its bounds.
@@ -39,10 +40,10 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
-def means(options: dict[str, Any], dtype: torch.dtype) -> list[list[Tensor]]:
+def means(make: Make, options: dict[str, Any], dtype: torch.dtype) -> list[list[Tensor]]:
     """What two windows of three workers deliver while a default dtype is in force."""
-    made = {"wire": "fp32", "collective": "allgather"} | options
-    workers = Cluster(3, lambda: settings(**made), specs(((20, 30), (40,), (1,), (0,))), nodes=range(3))
+    made = {"wire": "fp32", "collective": "allgather", "tensors": specs(((20, 30), (40,), (1,), (0,)))} | options
+    workers = make(3, nodes=range(3), **made)
     given = [workers.random_grads(step) for step in range(2)]
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -50,16 +51,16 @@ def means(options: dict[str, Any], dtype: torch.dtype) -> list[list[Tensor]]:
         return [workers.step(grads)[0] for grads in given]
     finally:
         torch.set_default_dtype(before)
-        workers.close()
 
 
 @pytest.mark.parametrize("options", PARTS, ids=lambda options: "-".join(map(str, options.values())))
 @pytest.mark.parametrize("kernels", [nullcontext, native.unused], ids=["compiled", "plain"])
-def test_windows_do_not_depend_on_the_default_dtype(options: dict[str, Any], kernels: Callable[[], Any]) -> None:
+def test_windows_do_not_depend_on_the_default_dtype(
+    make: Make, options: dict[str, Any], kernels: Callable[[], Any]
+) -> None:
     dtype = DTYPES[PARTS.index(options) % len(DTYPES)]
     with kernels():
-        for usual, other in zip(means(options, torch.float32), means(options, dtype), strict=True):
-            assert all(map(torch.equal, usual, other))
+        assert equal(means(make, options, torch.float32), means(make, options, dtype))
 
 
 def test_no_tensor_is_made_without_a_dtype() -> None:

@@ -1,14 +1,10 @@
-"""The events of a window that observers get.
-
-Covers: the order of the moments of every buffer and window; a collective that takes a known time and a selection that
-    does; stale tensors; nothing is recorded that no observer reads; figures of a report agree with the events.
-"""
+"""The events of a window that observers get."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -19,39 +15,29 @@ from lab.virtual.transport import LocalWork
 from lightning_safusion.fusion.events import Clock, WindowEvents
 from lightning_safusion.sparsify import Segments, Selection, TopK
 from tests.cluster import Cluster
+from tests.fusion import windows
+from tests.fusion.windows import Make, random_window, train
 from tests.simulated import SimulatedTime
 
 
-class Recorder:
-    """Keeps the events of all windows."""
-
-    def __init__(self) -> None:
-        self.windows: list[WindowEvents] = []
-
-    def observe(self, events: WindowEvents) -> None:
-        self.windows.append(events)
-
-
 @pytest.fixture
-def make(make: Callable[..., Cluster]) -> Callable[..., Cluster]:
+def make(make: Make) -> Make:
     return partial(make, collective="allgather", fusion="aligned")
 
 
 def observed(cluster: Cluster, steps: int = 4, **step: Any) -> WindowEvents:
     """The last of some windows, as rank 0 was told."""
-    recorders = [Recorder() for _ in cluster.engines]
-    for engine, recorder in zip(cluster.engines, recorders, strict=True):
-        engine.observers.append(recorder)
+    seen = [windows.observed(engine) for engine in cluster.engines]
     for number in range(steps):
         cluster.step(cluster.random_grads(number), **step)
-    assert [events.step for events in recorders[0].windows] == list(range(steps))
-    return recorders[0].windows[-1]
+    assert [events.step for events in seen[0]] == list(range(steps))
+    return seen[0][-1]
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("fusion", ["aligned", "wfbp"])
 @pytest.mark.parametrize("collective", ["allgather", "allreduce"])
-def test_moments_are_in_order(make: Callable[..., Cluster], collective: str, fusion: str, deferred: bool) -> None:
+def test_moments_are_in_order(make: Make, collective: str, fusion: str, deferred: bool) -> None:
     before = time.perf_counter()
     events = observed(make(deferred=deferred, collective=collective, fusion=fusion))
     assert len(events.buffers) == (10 if fusion == "wfbp" else 2)
@@ -68,9 +54,7 @@ def test_moments_are_in_order(make: Callable[..., Cluster], collective: str, fus
     assert sum(buffer.elements for buffer in events.buffers) == events.layout.numel
 
 
-def test_a_slow_exchange_is_exposed_and_a_slow_selection_is_not(
-    make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_exchange_is_exposed_and_a_slow_selection_is_not(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = make()
     time = SimulatedTime().rule(monkeypatch)
     wait = LocalWork.wait
@@ -85,7 +69,7 @@ def test_a_slow_exchange_is_exposed_and_a_slow_selection_is_not(
     assert all(buffer.launched == buffer.closed for buffer in events.buffers)
 
 
-def test_selection_and_packing_are_told_apart(make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_and_packing_are_told_apart(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     time = SimulatedTime().rule(monkeypatch)
 
     class SlowTopK(TopK):
@@ -102,35 +86,29 @@ def test_selection_and_packing_are_told_apart(make: Callable[..., Cluster], monk
         assert buffer.launched == buffer.selected
 
 
-def test_a_stale_tensor_was_never_ready(make: Callable[..., Cluster]) -> None:
+def test_a_stale_tensor_was_never_ready(make: Make) -> None:
     fresh = [[index != 4 for index in range(10)]] * 2
     events = observed(make(), fresh=fresh)
     names = events.layout.names(np.flatnonzero(np.isnan(events.ready)))
     assert names == ["t4"]
 
 
-def test_the_report_is_the_sum_of_the_events(make: Callable[..., Cluster]) -> None:
+def test_the_report_is_the_sum_of_the_events(make: Make) -> None:
     cluster = make()
     events = observed(cluster)
-    report = cluster.engines[0].record
-    assert report is not None
-    figures = report.as_dict()
+    figures = cluster.engines[0].record.as_dict()
     assert figures["exposed_s"] == pytest.approx(sum(buffer.exposed for buffer in events.buffers))
     assert figures["select_s"] == pytest.approx(sum(b.launched - b.closed for b in events.buffers))
     assert figures["exchange_s"] == pytest.approx(sum(b.finished - b.launched for b in events.buffers))
     assert figures["bytes_sent"] == sum(buffer.bytes_sent for buffer in events.buffers)
 
 
-def test_moments_are_those_of_the_engines_clock(make: Callable[..., Cluster]) -> None:
+def test_moments_are_those_of_the_engines_clock(make: Make) -> None:
     class Steps(Clock):
         """Counts instead of telling the time, as one of processor time may do."""
 
         def __init__(self) -> None:
-            self.marks = 0
-
-        def mark(self) -> float:
-            self.marks += 1
-            return float(self.marks)
+            self.mark = map(float, count(1)).__next__
 
     cluster = make()
     for engine in cluster.engines:
@@ -141,36 +119,28 @@ def test_moments_are_those_of_the_engines_clock(make: Callable[..., Cluster]) ->
     assert moments == [moments[0] + step for step in range(len(moments))]  # each was asked for once, and none else
 
 
-class Counting(Clock):
-    """Knows its moments only later, as a device's clock does."""
+def test_a_clock_that_costs_something_is_asked_only_for_an_observer(make: Make) -> None:
+    class Counting(Clock):
+        """Knows its moments only later, as a device's clock does."""
 
-    instant = False
+        instant, marks = False, 0
 
-    def __init__(self) -> None:
-        self.marks = 0
+        def mark(self) -> float:
+            self.marks += 1
+            return super().mark()
 
-    def mark(self) -> float:
-        self.marks += 1
-        return super().mark()
-
-
-def test_a_clock_that_costs_something_is_asked_only_for_an_observer(
-    make: Callable[..., Cluster],
-) -> None:
     cluster = make(deferred=True)
     clocks = [Counting() for _ in cluster.engines]
     for engine, clock in zip(cluster.engines, clocks, strict=True):
         engine.clock = clock
     # the first 64 windows are measured, and every sixteenth one
-    for step in range(70):
-        cluster.step(cluster.random_grads(0))
-        if step == 66:
-            before = clocks[0].marks
+    train(cluster, 67)
+    before = clocks[0].marks
+    train(cluster, 70, 67)
     assert clocks[0].marks == before > 0
-    recorder = Recorder()
-    cluster.engines[0].observers.append(recorder)
-    cluster.step(cluster.random_grads(70))
-    assert recorder.windows == []  # known when the next window begins
-    cluster.step(cluster.random_grads(71))
-    assert [events.step for events in recorder.windows] == [70]
-    assert recorder.windows[0].beside
+    seen = windows.observed(cluster.engines[0])
+    random_window(cluster, 70)
+    assert seen == []  # known when the next window begins
+    random_window(cluster, 71)
+    assert [events.step for events in seen] == [70]
+    assert seen[0].beside

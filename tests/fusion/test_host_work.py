@@ -1,8 +1,4 @@
-"""What the host makes to select on a device, where PyTorch's operations do it: nothing of the length of a buffer.
-
-Covers: pooled quotas over one-element and dense tensors in windows, and over absent tensors in selections; how often
-    cuts without absent tensors are made, and that they go.
-"""
+"""What the host makes to select on a device, where PyTorch's operations do it: nothing of the length of a buffer."""
 
 from __future__ import annotations
 
@@ -16,15 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion.buffers import Buffer
-from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.sparsify import TopK
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.survey import Selector, SpanSurvey
-from tests.cluster import settings, specs
-from tests.cuda import fake_cuda, read_nothing
+from tests.cluster import specs
+from tests.fusion.windows import engine_on
 
 SHAPES = ((400_000,), (1,), (700, 700), (300,), (90_000,), (1,))
 LITTLE = 1 << 19  # bytes; half a byte for each element
@@ -41,10 +35,8 @@ def made(work: Callable[[], object]) -> int:
 
 
 def pooled_engine(device: torch.device, dense: tuple[int, ...] = ()) -> Engine:
-    options = settings(fusion="single", collective="allgather", quota="pooled", density=0.01)
-    engine = build_engine(
-        options, specs(SHAPES, dense=dense), SoloTransport(), device, JobTraits(measure=False, deferred=True)
-    )
+    parts = {"fusion": "single", "quota": "pooled", "density": 0.01}
+    engine = engine_on(device, tensors=specs(SHAPES, dense=dense), **parts)
     for _ in range(3):
         window(engine, device)
     return engine
@@ -61,27 +53,19 @@ def largest(engine: Engine) -> Buffer:
 
 
 @pytest.mark.parametrize("dense", [(), (0, 3)])
-def test_a_window_with_tensors_of_which_nothing_is_selected(
-    monkeypatch: pytest.MonkeyPatch, dense: tuple[int, ...]
-) -> None:
-    read_nothing(monkeypatch)
-    with fake_cuda(monkeypatch) as device:
-        engine = pooled_engine(device, dense)
-        segments = largest(engine).segments
-        assert segments is not None
-        assert segments.pool > 0
-        assert (segments.quotas == 0).sum() >= 2  # the tensors of one element, and the dense ones
-        assert made(lambda: window(engine, device)) < LITTLE
+def test_a_window_with_tensors_of_which_nothing_is_selected(device: torch.device, dense: tuple[int, ...]) -> None:
+    engine = pooled_engine(device, dense)
+    segments = largest(engine).segments
+    assert segments.pool > 0
+    assert (segments.quotas == 0).sum() >= 2  # the tensors of one element, and the dense ones
+    assert made(lambda: window(engine, device)) < LITTLE
 
 
-def test_a_selection_without_absent_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    read_nothing(monkeypatch)
-    with fake_cuda(monkeypatch) as device:
-        engine = pooled_engine(device)
-        buffer, selector = largest(engine), Selector(TopK())
-        buffer.select(selector, 1, [3], ())  # what fake tensors keep of operations that they see first
-        # What is loaded at a first use counts once; what has a buffer's length would count each time.
-        assert min(made(partial(buffer.select, selector, 1, absent, ())) for absent in ([1], [0, 4], [2])) < LITTLE
+def test_a_selection_without_absent_tensors(device: torch.device) -> None:
+    buffer, selector = largest(pooled_engine(device)), Selector(TopK())
+    buffer.select(selector, 1, [3], ())  # what fake tensors keep of operations that they see first
+    # What is loaded at a first use counts once; what has a buffer's length would count each time.
+    assert min(made(partial(buffer.select, selector, 1, absent, ())) for absent in ([1], [0, 4], [2])) < LITTLE
 
 
 def test_cuts_without_absent_tensors_are_made_once_and_not_kept_for_ever() -> None:

@@ -1,47 +1,38 @@
-"""Windows with gradients that are not finite: each tensor goes by what its optimizer did.
-
-Covers: what was sent leaves the residual where an optimizer has stepped, or nobody knows whether it does; it stays
-    where none has; gradients of steps that were not made leave the residual; tensors are averaged element by element
-    where such windows come again; the same where the device decides.
-"""
+"""Windows with gradients that are not finite: each tensor goes by what its optimizer did."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.cluster import Cluster, settings
+from tests.cluster import Cluster
+from tests.fusion.windows import Make, finite, train
 
 BAD = 3  # the tensor t3
 STEPPED, SKIPPED = (0, 6), (1, 7)  # of an optimizer that steps all the same; of one that does not
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Cluster]]:
-    clusters: list[Cluster] = []
-
-    def build(deferred: bool = False, **options: Any) -> Cluster:
-        options = {"collective": "allgather", "wire": "fp32"} | options
-        clusters.append(Cluster(2, lambda: settings(**options), deferred=deferred))
-        for step in range(2):
-            clusters[-1].step(clusters[-1].random_grads(step))
-        for engine in clusters[-1].engines:
+def make(make: Make) -> Make:
+    def build(**options: Any) -> Cluster:
+        cluster = make(**({"collective": "allgather", "wire": "fp32"} | options))
+        train(cluster, 2)
+        for engine in cluster.engines:
             engine.settle()
             engine.steps.tracked[:] = True
-        return clusters[-1]
+        return cluster
 
-    yield build
-    for cluster in clusters:
-        cluster.close()
+    return build
 
 
-def held(cluster: Cluster) -> list[list[Tensor]]:
-    return [[cluster.residual(rank, i).clone() for i in range(len(cluster.specs))] for rank in range(2)]
+def by_rank(cluster: Cluster) -> list[list[Tensor]]:
+    """What each rank holds back."""
+    number, residuals = len(cluster.specs), cluster.residuals()
+    return [residuals[:number], residuals[number:]]
 
 
 def window(cluster: Cluster, seed: int, elements: slice = slice(2, 3)) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
@@ -62,12 +53,12 @@ def window(cluster: Cluster, seed: int, elements: slice = slice(2, 3)) -> tuple[
     "options", [{}, {"collective": "sharded"}, {"density": 1.0, "collective": "allreduce"}, {"scope": "group"}]
 )
 def test_what_was_sent_leaves_the_residual_where_an_optimizer_has_stepped(
-    make: Callable[..., Cluster], options: dict[str, Any], deferred: bool
+    make: Make, options: dict[str, Any], deferred: bool
 ) -> None:
     cluster = make(deferred=deferred, **options)
-    before = held(cluster)
+    before = by_rank(cluster)
     grads, means = window(cluster, 5)
-    after = held(cluster)
+    after = by_rank(cluster)
     for index in range(len(cluster.specs)):
         if index == BAD:
             continue
@@ -79,14 +70,12 @@ def test_what_was_sent_leaves_the_residual_where_an_optimizer_has_stepped(
 
 @pytest.mark.filterwarnings("ignore:gradients of t3 were not finite")
 @pytest.mark.parametrize("options", [{}, {"collective": "sharded"}, {"memory": "decoupled"}])
-def test_later_gradients_of_steps_that_were_not_made_leave_the_residual(
-    make: Callable[..., Cluster], options: dict[str, Any]
-) -> None:
+def test_later_gradients_of_steps_that_were_not_made_leave_the_residual(make: Make, options: dict[str, Any]) -> None:
     cluster = make(**options)
     window(cluster, 5)
-    before = held(cluster)
+    before = by_rank(cluster)
     window(cluster, 6)
-    after = held(cluster)
+    after = by_rank(cluster)
     for rank in range(2):
         for index in SKIPPED:
             torch.testing.assert_close(after[rank][index], before[rank][index], rtol=1e-5, atol=1e-5)
@@ -94,11 +83,11 @@ def test_later_gradients_of_steps_that_were_not_made_leave_the_residual(
 
 @pytest.mark.filterwarnings("ignore:gradients of t3 were not finite")
 @pytest.mark.parametrize("deferred", [False, True])
-def test_later_tensors_are_averaged_element_by_element(make: Callable[..., Cluster], deferred: bool) -> None:
+def test_later_tensors_are_averaged_element_by_element(make: Make, deferred: bool) -> None:
     cluster = make(deferred=deferred)
     _, means = window(cluster, 5)
-    assert not torch.isfinite(means[1][BAD]).all()
-    before = held(cluster)
+    assert not finite(means[1][BAD])
+    before = by_rank(cluster)
     grads, means = window(cluster, 6)
     expected = (grads[0][BAD] + grads[1][BAD]) / 2
     for rank in range(2):
@@ -106,7 +95,7 @@ def test_later_tensors_are_averaged_element_by_element(make: Callable[..., Clust
         torch.testing.assert_close(cluster.residual(rank, BAD), before[rank][BAD], rtol=1e-4, atol=1e-4)
 
 
-def test_it_is_said_once_which_tensors_were_not_finite(make: Callable[..., Cluster]) -> None:
+def test_it_is_said_once_which_tensors_were_not_finite(make: Make) -> None:
     cluster = make()
     with pytest.warns(UserWarning, match="gradients of t3 were not finite in step 2"):
         window(cluster, 5)
@@ -115,10 +104,10 @@ def test_it_is_said_once_which_tensors_were_not_finite(make: Callable[..., Clust
         window(cluster, 6)
 
 
-def test_where_nobody_knows_it_is_taken_that_an_optimizer_steps(make: Callable[..., Cluster]) -> None:
+def test_where_nobody_knows_it_is_taken_that_an_optimizer_steps(make: Make) -> None:
     cluster = make(density=1.0)
     for engine in cluster.engines:
         engine.steps.tracked[:] = False
     with pytest.warns(UserWarning, match="were not finite"):
         window(cluster, 5)
-    assert not any(bool(tensor.any()) for own in held(cluster) for i, tensor in enumerate(own) if i != BAD)
+    assert not any(tensor.any() for own in by_rank(cluster) for i, tensor in enumerate(own) if i != BAD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -15,18 +16,21 @@ from lightning_safusion.sparsify.schedule import Opening
 OPENING = Opening(0.5, 10, 1.0)
 
 
-def densities(rates: Sequence[Callable[[int], float]], windows: int) -> list[list[float]]:
-    """Those of every window, by rank; of ranks with other learning rates."""
-    ranks, seen = [(FirstWindows(), Notices()) for _ in rates], []
-    for window in range(windows):
-        for (first, notices), rate in zip(ranks, rates, strict=True):
-            first.opening, first.rate = OPENING, lambda rate=rate, window=window: rate(window)  # type: ignore[misc]
-            first.tell(notices)
-        seen.append([first.density(window) for first, _ in ranks])
-        said = sum({notices.own for _, notices in ranks})
-        for first, notices in ranks:
-            notices.hear(said)
-            first.hear(notices, window + 1)
+Rate = Callable[[int], float]
+
+
+def densities(rates: Sequence[Rate], windows: range, ranks: Sequence[FirstWindows] = ()) -> list[list[float]]:
+    """Those of every window, by rank; of ranks with learning rates of their own."""
+    ranks, notices, seen = ranks or [FirstWindows() for _ in rates], [Notices() for _ in rates], []
+    for window in windows:
+        for first, own, rate in zip(ranks, notices, rates, strict=True):
+            first.opening, first.rate = OPENING, partial(rate, window)
+            first.tell(own)
+        seen.append([first.density(window) for first in ranks])
+        said = sum({own.own for own in notices})
+        for first, own in zip(ranks, notices, strict=True):
+            own.hear(said)
+            first.hear(own, window + 1)
             first.count()
     return [list(each) for each in zip(*seen, strict=True)]
 
@@ -45,7 +49,7 @@ def densities(rates: Sequence[Callable[[int], float]], windows: int) -> list[lis
     ids=["constant", "falling", "short warm-up", "long warm-up", "warm-up and decay", "from zero", "never risen"],
 )
 def test_steps_of_a_warm_up_count_by_their_share(rate: Callable[[int], float], last: int) -> None:
-    (seen,) = densities([rate], 250)
+    (seen,) = densities([rate], range(250))
     assert seen[:last] == [0.5] * last
     assert seen[last:] == [OPENING(10 + step) for step in range(250 - last)]
 
@@ -53,29 +57,19 @@ def test_steps_of_a_warm_up_count_by_their_share(rate: Callable[[int], float], l
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=5))
 def test_ranks_go_on_after_the_same_window(lengths: list[int]) -> None:
     rates = [lambda step, length=length: min(1.0, (step + 1) / length) for length in lengths]
-    first, *others = densities(rates, 60)
+    first, *others = densities(rates, range(60))
     assert all(other == first for other in others)
-    assert first == densities([rates[lengths.index(min(lengths))]], 60)[0]
+    assert first == densities([rates[lengths.index(min(lengths))]], range(60))[0]
 
 
 def test_another_one_goes_on_from_its_state() -> None:
-    def windows(first: FirstWindows, numbers: range) -> list[float]:
-        seen, notices = [], Notices()
-        for window in numbers:
-            first.opening, first.rate = OPENING, lambda window=window: min(1.0, (window + 1) / 8)  # type: ignore[misc]
-            first.tell(notices)
-            seen.append(first.density(window))
-            notices.hear(notices.own)
-            first.hear(notices, window + 1)
-            first.count()
-        return seen
-
-    whole = windows(FirstWindows(), range(30))
-    for stop in range(30):
+    rates: list[Rate] = [lambda step: min(1.0, (step + 1) / 8)]
+    (whole,) = densities(rates, range(30))
+    for stop in range(1, 30):
         before, after = FirstWindows(), FirstWindows()
-        part = windows(before, range(stop))
+        (part,) = densities(rates, range(stop), [before])
         after.load_state_dict(before.state_dict())
-        assert part + windows(after, range(stop, 30)) == whole
+        assert part + densities(rates, range(stop, 30), [after])[0] == whole
 
 
 def test_others_send_no_more() -> None:

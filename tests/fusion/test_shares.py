@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.quota import guaranteed, tensor_quotas
@@ -19,22 +17,11 @@ from lightning_safusion.fusion.shares import LargestCounts, Shares, largest_plac
 from lightning_safusion.integration import checkpoint
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart
-from tests.cluster import Cluster, specs
+from tests.cluster import specs
+from tests.fusion.windows import Make, equal, train
 from tests.quick import slow
 
-Make = Callable[..., Cluster]
 OPTIONS: dict[str, Any] = {"quota": "shared", "collective": "allgather"}
-
-
-def train(cluster: Cluster, first: int, last: int) -> list[list[Tensor]]:
-    means = []
-    for step in range(first, last):
-        means = cluster.step(cluster.random_grads(step))
-    return means
-
-
-def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_the_largest_of_small_tensors_are_counted_exactly() -> None:
@@ -87,7 +74,7 @@ def test_what_is_not_finite_or_zero_counts_for_nothing(value: float) -> None:
 
 def test_quotas_follow_the_largest_elements(make: Make) -> None:
     cluster = make(3, density=0.02, **OPTIONS)
-    train(cluster, 0, 40)
+    train(cluster, 40)
     for engine in cluster.engines:
         space = engine.space
         own = tensor_quotas(space.layout, space.selector.sparsifier, 0.02)
@@ -103,9 +90,8 @@ def test_quotas_follow_the_largest_elements(make: Make) -> None:
 
 
 def test_what_is_learned_does_not_depend_on_the_plan(make: Make) -> None:
-    found = [train(make(2, fusion=fusion, wire="q4", **OPTIONS), 0, 20)[0] for fusion in ("single", "wfbp", "aligned")]
-    for other in found[1:]:
-        assert_equal(found[0], other)
+    found = [train(make(2, fusion=fusion, wire="q4", **OPTIONS), 20)[0] for fusion in ("single", "wfbp", "aligned")]
+    assert all(equal(found[0], other) for other in found[1:])
 
 
 def test_what_full_tensors_cannot_take_goes_to_the_others() -> None:
@@ -131,7 +117,7 @@ def test_quotas_do_not_follow_gradients_of_nothing(make: Make) -> None:
 
 def test_a_change_of_the_density_keeps_the_shares(make: Make) -> None:
     cluster = make(2, density=DenseStart(0.05, 3), **OPTIONS)
-    train(cluster, 0, 30)
+    train(cluster, 30)
     space = cluster.engines[0].space
     shared = space.quotas.counts.copy()
     space.set_density(0.1)
@@ -143,18 +129,18 @@ def test_a_change_of_the_density_keeps_the_shares(make: Make) -> None:
 @pytest.mark.parametrize("windows", [3, 17, *slow((0, 2, 5, 33))])
 def test_shares_outlive_a_job(make: Make, tmp_path: Path, windows: int) -> None:
     whole, resumed = make(2, **OPTIONS), make(2, **OPTIONS)
-    train(whole, 0, windows)
+    train(whole, windows)
     text = whole.settings[0].describe()
     path = tmp_path / "a.ckpt"
     entry = whole.each(lambda rank: checkpoint.save(whole.engines[rank], text, path))[0]
     resumed.each(lambda rank: checkpoint.restore(resumed.engines[rank], text, entry, path))
-    assert_equal(train(whole, windows, windows + 4)[0], train(resumed, windows, windows + 4)[0])
+    assert equal(*(train(cluster, windows + 4, windows)[0] for cluster in (whole, resumed)))
 
 
 def test_the_order_of_the_tensors_does_not_matter(make: Make) -> None:
     first, second = make(2, **OPTIONS), make(2, **OPTIONS)
     second.order = second.order[::2] + second.order[1::2]
-    assert_equal(train(first, 0, 20)[0], train(second, 0, 20)[0])
+    assert equal(train(first, 20)[0], train(second, 20)[0])
 
 
 def test_windows_with_a_review() -> None:
