@@ -16,7 +16,7 @@ from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion import build
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.events import Clock
-from lightning_safusion.sparsify import ExponentialRamp, NoMemory
+from lightning_safusion.sparsify import ExponentialRamp
 from lightning_safusion.sparsify.selection.units import UpdateUnits
 from tests.cluster import settings, specs
 from tests.cuda import Silent, fake_cuda
@@ -265,14 +265,6 @@ def test_the_density_of_a_schedule_is_followed(make: Make) -> None:
         sent.append(cluster.engines[0].record.as_dict()["achieved_density"])
     assert sent[1] > sent[3] > sent[5] > 0
     assert sent[7] == pytest.approx(0.01, rel=0.2)
-
-
-def test_memory_none_sends_only_gradients_of_this_step(make: Make) -> None:
-    cluster = make(1, memory=NoMemory())
-    for step in range(3):
-        grads = flat(cluster.random_grads(step))
-        means = flat(random_window(cluster, step))
-        assert torch.equal(means[means != 0], grads[means != 0])
 
 
 def test_only_gradients_of_the_first_window_are_dropped(make: Make) -> None:
