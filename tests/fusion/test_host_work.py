@@ -18,7 +18,7 @@ from lightning_safusion.sparsify import TopK
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.survey import Selector, SpanSurvey
 from tests.cluster import specs
-from tests.fusion.windows import engine_on
+from tests.fusion.windows import engine_on, windows
 
 SHAPES = ((400_000,), (1,), (700, 700), (300,), (90_000,), (1,))
 LITTLE = 1 << 19  # bytes; half a byte for each element
@@ -37,15 +37,8 @@ def made(work: Callable[[], object]) -> int:
 def pooled_engine(device: torch.device, dense: tuple[int, ...] = ()) -> Engine:
     parts = {"fusion": "single", "quota": "pooled", "density": 0.01}
     engine = engine_on(device, tensors=specs(SHAPES, dense=dense), **parts)
-    for _ in range(3):
-        window(engine, device)
+    windows(engine, 3)
     return engine
-
-
-def window(engine: Engine, device: torch.device) -> None:
-    for spec in reversed(specs(SHAPES)):
-        engine.push(spec.index, torch.empty(spec.numel, device=device))
-    engine.drain()
 
 
 def largest(engine: Engine) -> Buffer:
@@ -58,7 +51,7 @@ def test_a_window_with_tensors_of_which_nothing_is_selected(device: torch.device
     segments = largest(engine).segments
     assert segments.pool > 0
     assert (segments.quotas == 0).sum() >= 2  # the tensors of one element, and the dense ones
-    assert made(lambda: window(engine, device)) < LITTLE
+    assert made(lambda: windows(engine, 1)) < LITTLE
 
 
 def test_a_selection_without_absent_tensors(device: torch.device) -> None:

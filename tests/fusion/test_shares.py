@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.quota import guaranteed, tensor_quotas
 from lightning_safusion.fusion.shares import LargestCounts, Shares, largest_places
-from lightning_safusion.integration import checkpoint
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart
 from tests.cluster import specs
+from tests.fusion.test_state import restore, save
 from tests.fusion.windows import Make, equal, train
 from tests.quick import slow
 
@@ -130,10 +130,7 @@ def test_a_change_of_the_density_keeps_the_shares(make: Make) -> None:
 def test_shares_outlive_a_job(make: Make, tmp_path: Path, windows: int) -> None:
     whole, resumed = make(2, **OPTIONS), make(2, **OPTIONS)
     train(whole, windows)
-    text = whole.settings[0].describe()
-    path = tmp_path / "a.ckpt"
-    entry = whole.each(lambda rank: checkpoint.save(whole.engines[rank], text, path))[0]
-    resumed.each(lambda rank: checkpoint.restore(resumed.engines[rank], text, entry, path))
+    restore(resumed, save(whole, tmp_path / "a.ckpt"), tmp_path / "a.ckpt")
     assert equal(*(train(cluster, windows + 4, windows)[0] for cluster in (whole, resumed)))
 
 
