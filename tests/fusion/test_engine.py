@@ -75,7 +75,11 @@ MORE_CONSERVING: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", [*CONSERVING, *slow(MORE_CONSERVING)], ids=str)
+def named(options: dict[str, Any]) -> str:
+    return ",".join(str(value) if isinstance(value, (str, int, float)) else key for key, value in options.items())
+
+
+@pytest.mark.parametrize("options", [*CONSERVING, *slow(MORE_CONSERVING)], ids=named)
 def test_nothing_is_lost(make: Make, options: dict[str, Any]) -> None:
     assert_conserved(make(**({"world_size": 3, "collective": "allgather"} | options)))
 
