@@ -129,9 +129,11 @@ def weights(module: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in module.parameters()]
 
 
-def equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Bit for bit."""
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def equal(ours: Any, theirs: Any) -> bool:
+    """Whether tensors, or lists of them, are equal to the last bit."""
+    if isinstance(ours, Tensor):
+        return torch.equal(ours, theirs)
+    return len(ours) == len(theirs) and all(map(equal, ours, theirs))
 
 
 def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:

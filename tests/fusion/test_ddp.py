@@ -21,7 +21,7 @@ from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
 from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.sparsify import available_sparsifiers
 from tests.cluster import settings
-from tests.fusion.windows import equal
+from tests.models import equal
 from tests.process_group import run_ranks
 from tests.quick import slow
 

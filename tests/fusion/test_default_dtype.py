@@ -21,7 +21,8 @@ from lightning_safusion.comm.wire.values import VALUES
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.registry import available_sparsifiers
 from tests.cluster import specs
-from tests.fusion.windows import Make, equal
+from tests.fusion.windows import Make
+from tests.models import equal
 
 ROOT = Path(lightning_safusion.__file__).parent
 # Those whose numbers take the default dtype if none is named; ``arange`` takes that of its bounds.

@@ -37,7 +37,6 @@ from tests.fusion.windows import (
     Make,
     compare_by_update,
     engine_on,
-    equal,
     failing,
     observed,
     push,
@@ -45,6 +44,7 @@ from tests.fusion.windows import (
     train,
     windows,
 )
+from tests.models import equal
 from tests.quick import slow
 
 ARRIVALS = range(len(FEW) - 1, -1, -1)  # tensors in the order in which their gradients come

@@ -15,7 +15,8 @@ from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.sparsify import DenseStart, ResidualMemory, available_sparsifiers
 from tests.cluster import assert_conserved, conserved, settings, specs
-from tests.fusion.windows import Make, equal, finite, flat, random_window, train
+from tests.fusion.windows import Make, finite, flat, random_window, train
+from tests.models import equal
 from tests.quick import slow
 
 STEPS = 4

@@ -18,8 +18,9 @@ from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.unfused import left_to_torch
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import Cluster, specs
-from tests.fusion.windows import Make, assert_seen_and_kept, equal, finite, flat, random_window, train, unreadable
+from tests.fusion.windows import Make, assert_seen_and_kept, finite, flat, random_window, train, unreadable
 from tests.kernels.cuda.buffers import in_order
+from tests.models import equal
 from tests.quick import slow
 
 HOST = torch.device("cpu")

@@ -20,7 +20,8 @@ from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.kernels.cuda import launch
 from tests.cluster import Cluster, specs
 from tests.fusion.test_fused import FULL, MIXED, SHAPES, SHARDS, compare_in, served, shipments
-from tests.fusion.windows import Make, equal, finite, flat, random_window
+from tests.fusion.windows import Make, finite, flat, random_window
+from tests.models import equal
 from tests.quick import slow
 
 BAD = 4

@@ -25,7 +25,6 @@ from tests.fusion.windows import (
     assert_seen_and_kept,
     attempt,
     engine_on,
-    equal,
     failing,
     flat,
     push,
@@ -34,6 +33,7 @@ from tests.fusion.windows import (
     unreadable,
     windows,
 )
+from tests.models import equal
 
 CPU = torch.device("cpu")
 EACH = range(len(specs()))

@@ -18,7 +18,8 @@ from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.registry import available_sparsifiers
 from lightning_safusion.sparsify.selection.survey import History, Selector
 from tests.cluster import Cluster, specs
-from tests.fusion.windows import Make, attempt, engine_on, equal, flat, random_window, train, windows
+from tests.fusion.windows import Make, attempt, engine_on, flat, random_window, train, windows
+from tests.models import equal
 from tests.quick import slow
 
 SHAPES = ((90, 70), (90,), (70, 40), (40,), (7, 11), (64, 9, 3), (64,), (30, 30), (9,), (1,), (0,))

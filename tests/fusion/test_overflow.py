@@ -14,7 +14,8 @@ from lightning_safusion.sparsify import available_sparsifiers
 from lightning_safusion.sparsify.memory.residual import ResidualMemory
 from tests.cluster import Cluster, specs
 from tests.fusion import windows
-from tests.fusion.windows import Make, equal, finite
+from tests.fusion.windows import Make, finite
+from tests.models import equal
 from tests.quick import slow
 
 HUGE = 6  # the tensor t6

@@ -18,7 +18,8 @@ from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart
 from tests.cluster import specs
 from tests.fusion.test_state import restore, save
-from tests.fusion.windows import Make, equal, train
+from tests.fusion.windows import Make, train
+from tests.models import equal
 from tests.quick import slow
 
 OPTIONS: dict[str, Any] = {"quota": "shared", "collective": "allgather"}

@@ -24,7 +24,8 @@ from lightning_safusion.fusion.plans.profile import AgreedProfile
 from lightning_safusion.fusion.state import MemoryBuilder, common_state, local_state, restore_common, restore_sparsifier
 from lightning_safusion.integration import checkpoint
 from tests.cluster import Cluster, specs
-from tests.fusion.windows import Make, equal, flat, random_window, train
+from tests.fusion.windows import Make, flat, random_window, train
+from tests.models import equal
 
 
 @pytest.fixture

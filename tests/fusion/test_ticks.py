@@ -14,7 +14,8 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.launching.ticking import Ticking, Ticks
 from lightning_safusion.fusion.plans.ticking import Horovod, fuse_ready
 from tests.cluster import Cluster, assert_conserved, specs
-from tests.fusion.windows import Clock, Make, attempt, engine_on, equal, failing, observed, push, random_window, train
+from tests.fusion.windows import Clock, Make, attempt, engine_on, failing, observed, push, random_window, train
+from tests.models import equal
 from tests.quick import slow
 
 

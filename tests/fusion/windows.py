@@ -39,13 +39,6 @@ def train(cluster: Cluster, last: int, first: int = 0) -> list[list[Tensor]]:
     return means
 
 
-def equal(ours: Any, theirs: Any) -> bool:
-    """Whether tensors, or lists of them, are equal to the last bit."""
-    if isinstance(ours, Tensor):
-        return torch.equal(ours, theirs)
-    return len(ours) == len(theirs) and all(map(equal, ours, theirs))
-
-
 def finite(grads: Any) -> bool:
     """Whether all elements of lists of tensors are."""
     return bool(flat(grads).isfinite().all())
