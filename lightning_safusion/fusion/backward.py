@@ -63,7 +63,7 @@ class BackwardPass:
         self.bypass = np.full(self.length, self.plain)
         self.regular = not self.plain
         self.complete = self.length == 0
-        self.arrived, self.submitted, self.worked = ([nan] * self.length for _ in range(3))
+        self.arrived, self.submitted, self.worked = [nan] * self.length, [nan] * self.length, [nan] * self.length
         self.mark = self.clock.mark if self.clock.instant or self.timed else lambda: nan
         self.profiled = torch.autograd._profiler_enabled()
 

@@ -183,8 +183,9 @@ class Shipment:
 
     def advance(self, wait: bool) -> bool:
         """See :meth:`Exchange.advance`; raises as :meth:`wait` does."""
+        exchange = self.buffer.exchange
         try:
-            return self.work is None or self.buffer.exchange.advance(wait)
+            return self.work is None or not exchange.ability.phases or exchange.advance(wait)
         except Exception as error:
             raise self._failed(error) from error
 
@@ -296,7 +297,7 @@ class Shipment:
                 sent = exchange.sent_dense(start, stop, buffer.span)
                 sent = sent if good is None else torch.where(good, sent, 0.0)
                 memory.commit_dense(buffer.start + start, buffer.start + stop, sent)
-        for start, stop in self._between(withdrawn):
+        for start, stop in self._between(withdrawn) if memory.settles or self.rounding else ():
             if memory.settles:
                 memory.settle(start, stop, good)
             for begin, end, error in self.rounding:

@@ -57,10 +57,10 @@ class HostEnding(Ending):
             good &= shipment.judge()
             if (verdict := shipment.verdict) is not None:
                 notices |= verdict.notices
-                places = shipment.buffer.places
-                again += [places[tensor] for tensor in shipment.repaired]
-                irregular = verdict.irregular(self._transport.world_size) if shipment.repaired else ()
-                odd += [places[tensor] for tensor in shipment.repaired if irregular[tensor]]
+                if shipment.repaired:
+                    places, irregular = shipment.buffer.places, verdict.irregular(self._transport.world_size)
+                    again += [places[tensor] for tensor in shipment.repaired]
+                    odd += [places[tensor] for tensor in shipment.repaired if irregular[tensor]]
         if notices & Notice.FAILED:
             return Outcome(backward, shipments, False, notices)
         if odd:

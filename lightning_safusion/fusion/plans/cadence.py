@@ -116,17 +116,19 @@ class ReplanSchedule:
 
     def advance(self) -> bool:
         """Counts a window that has ended; returns whether to plan again before the next one."""
+        due = self.due_within(1)
         self.windows += 1
-        return self._due(self.windows)
+        return due
 
     def due_within(self, windows: int) -> bool:
         """Whether a review follows one of the next ``windows`` windows."""
-        return any(self._due(self.windows + ahead) for ahead in range(1, windows + 1))
+        cadence, last = self.cadence, self.windows + windows
+        if cadence.freeze_after is not None:
+            last = max(self.windows, min(last, cadence.freeze_after))
+        return self._reviews(last) > self._reviews(self.windows)
 
-    def _due(self, window: int) -> bool:
+    def _reviews(self, windows: int) -> int:
+        """Reviews after so many windows."""
         cadence = self.cadence
-        if cadence.freeze_after is not None and window > cadence.freeze_after:
-            return False
-        if window <= cadence.warmup_windows:
-            return window % cadence.warmup_every == 0
-        return (window - cadence.warmup_windows) % cadence.every == 0
+        early = min(windows, cadence.warmup_windows)
+        return early // cadence.warmup_every + (windows - early) // cadence.every

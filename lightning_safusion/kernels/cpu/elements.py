@@ -95,9 +95,12 @@ def _look(
 
     def read(low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
         places, bits = empty(2 * (room + _SPARE), np.int32).reshape(2, -1)
-        first, second = (None, None) if sums is None else (address(each[low:high]) for each in sums)
+        first, second = (None, None) if sums is None else map(address, sums[:, low:high])
+        own = []
+        for run in runs:  # a generator is entered again for every run of every step
+            own.append(None if run is None else address(run[low:high]))
         found: int = kernel(
-            *(None if run is None else address(run[low:high]) for run in runs),
+            *own,
             *given,
             parts.starts[low:high],
             parts.sizes[low:high],

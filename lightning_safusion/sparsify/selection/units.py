@@ -96,13 +96,13 @@ class SpanUnits:
 
     def weights(self) -> native.Weights | None:
         """What compiled kernels take; None if they cannot read the moments."""
-        known = [moment for moment in self.moments if moment is not None]
-        if not native.serves(*(moment.values for moment in known), dtypes=native.FLOAT32):
-            return None
-        return native.Weights(
-            np.array([0 if moment is None else moment.values.data_ptr() for moment in self.moments], np.int64),
-            np.array([0.0 if moment is None else moment.epsilon for moment in self.moments], np.float32),
-        )
+        number = len(self.moments)
+        known, places, epsilons = [], np.zeros(number, np.int64), np.zeros(number, np.float32)
+        for tensor, moment in enumerate(self.moments):
+            if moment is not None:
+                known.append(moment.values)
+                places[tensor], epsilons[tensor] = moment.values.data_ptr(), moment.epsilon
+        return native.Weights(places, epsilons) if native.serves(*known, dtypes=native.FLOAT32) else None
 
     def weigh(self, x: Tensor) -> Tensor:
         """Writes the keys of a span (float32 [N]), with the signs of its elements, and returns them."""
