@@ -104,6 +104,7 @@ def rivals() -> Configs:
     schemes = [Scheme("bf16"), *(Scheme("powersgd", rank=rank) for rank in (1, 2, 4))]
     schemes += [Scheme("demo", density=density) for density in (32 / 64**2, 0.02)]
     schemes += [Scheme("sparseloco", density=density) for density in (64 / 64**2, 0.04)]
+    schemes.append(Scheme("scape", density=0.02))
     task = TASKS["headers-transformer"]
     return [(task, replace(scheme, lr_scale=rate)) for scheme in schemes for rate in RATES]
 
