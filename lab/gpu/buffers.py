@@ -14,7 +14,8 @@ from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.exchange import Part, SpanSpec, saturated
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.comm.wire.formats import resolve_codec
-from lightning_safusion.kernels.cuda.buffer import BufferKernels, Weighing, Workspace
+from lightning_safusion.kernels.cuda.buffer import BufferKernels, Weighing
+from lightning_safusion.kernels.cuda.packer import Workspace
 from lightning_safusion.kernels.cuda.tables import KINDS, Tables
 from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.basic import TopK

@@ -18,7 +18,7 @@ from lab.gpu.figures import Figure, equal
 from lab.gpu.jobs import DENSITY, Echo, Job, described, middle_shapes, shapes_of
 from lab.gpu.stages import Setting
 from lightning_safusion.kernels.cuda import launch
-from lightning_safusion.kernels.cuda.buffer import WindowKernels
+from lightning_safusion.kernels.cuda.window import WindowKernels
 
 _SIZES = (3000, 1, 40, 2049, 700)
 #: Buffers, and the kinds of their second moments, where elements are compared by update.

@@ -25,7 +25,8 @@ from lab.gpu.jobs import BUFFERS, DENSITY, SETS, SETTLED, Echo, Job, described, 
 from lab.gpu.stages import Setting
 from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.kernels.cuda import launch
-from lightning_safusion.kernels.cuda.buffer import Weighing, WindowKernels
+from lightning_safusion.kernels.cuda.buffer import Weighing
+from lightning_safusion.kernels.cuda.window import WindowKernels
 from lightning_safusion.tools.plan.work import Work
 
 #: Workers whose messages are decoded, and most milliseconds of a window of BERT-base with its instructions counted.

@@ -22,7 +22,9 @@ from triton.backends.compiler import GPUTarget
 
 from lab.kernels.described import described
 from lightning_safusion.kernels.cuda import buffer, chosen, elements, launch, owners
+from lightning_safusion.kernels.cuda.packer import Workspace
 from lightning_safusion.kernels.cuda.tables import FOUR_BITS, KINDS, Cut, Message, Runs, ShardTables, Tables
+from lightning_safusion.kernels.cuda.window import WindowKernels
 from lightning_safusion.sparsify.base import Segments, Selection
 
 
@@ -91,7 +93,7 @@ def tables(
 
 def compile_buffer(own: Tables, moment: int | None, windows: int = 2) -> None:
     """Compiles what windows with a buffer start; ``moment``: kind of second moments."""
-    memory, workspace = torch.zeros(own.numel + 1)[1:], buffer.Workspace(torch.device("cpu"))
+    memory, workspace = torch.zeros(own.numel + 1)[1:], Workspace(torch.device("cpu"))
     sent, received = torch.zeros(12_800, dtype=torch.uint8), torch.zeros(25_600, dtype=torch.uint8)
     kernels = buffer.BufferKernels(own, memory, sent, received, workspace)
     grads = [torch.zeros(size, dtype=KINDS[int(own.kinds[0])]) for size in own.sizes.tolist()]
@@ -100,7 +102,7 @@ def compile_buffer(own: Tables, moment: int | None, windows: int = 2) -> None:
         moments = [grad.to(KINDS[moment]) for grad in grads]
         weighing = buffer.Weighing(moments, [1e-8] * 3, memory.view(torch.int32))
     kernels.locate(grads, weighing)
-    window = buffer.WindowKernels(torch.device("cpu"))
+    window = WindowKernels(torch.device("cpu"))
     for _ in range(windows):  # nothing may be compiled in the second window
         kernels.select(0.9, weighing)
         kernels.pack(0)
@@ -110,7 +112,7 @@ def compile_buffer(own: Tables, moment: int | None, windows: int = 2) -> None:
 
 def compile_chosen(own: Tables) -> None:
     """Compiles what other compressors than Top-k start beside the kernels of a buffer."""
-    memory, workspace, number = torch.zeros(own.numel + 1)[1:], buffer.Workspace(torch.device("cpu")), own.number
+    memory, workspace, number = torch.zeros(own.numel + 1)[1:], Workspace(torch.device("cpu")), own.number
     sent, received = torch.zeros(12_800, dtype=torch.uint8), torch.zeros(25_600, dtype=torch.uint8)
     grads = [torch.zeros(size) for size in own.sizes.tolist()]
     segments = Segments(own.edges, own.quotas, tuple(range(number)), ((1,),) * number)
@@ -133,10 +135,10 @@ def compile_buffers_of_several_kinds() -> None:
     device, made = torch.device("cpu"), []
     sent, received, memory = (torch.zeros(size, dtype=torch.uint8) for size in (12_800, 25_600, 4 * 81_000))
     for values in (0, FOUR_BITS):
-        own, workspace = tables(0, 0, values=values), buffer.Workspace(device)
+        own, workspace = tables(0, 0, values=values), Workspace(device)
         made.append(buffer.BufferKernels(own, memory.view(torch.float32), sent, received, workspace))
         made[-1].locate([torch.zeros(size) for size in own.sizes.tolist()], None)
-    buffer.WindowKernels(device).commit(made)
+    WindowKernels(device).commit(made)
 
 
 def compile_owner(own: Tables, moment: int | None, windows: int = 2) -> None:
@@ -148,7 +150,7 @@ def compile_owner(own: Tables, moment: int | None, windows: int = 2) -> None:
     shard = replace(tables, lanes=np.full(number, -1), kinds=0 * whole)
     sent, received = torch.zeros(12_800, dtype=torch.uint8), torch.zeros(2, 12_800, dtype=torch.uint8)
     mail = owners.Mail(sent, received[:1], sent, received, torch.zeros(10), 0)
-    memory, workspaces = torch.zeros(own.numel + 1)[1:], [buffer.Workspace(device) for _ in range(2)]
+    memory, workspaces = torch.zeros(own.numel + 1)[1:], [Workspace(device) for _ in range(2)]
     kernels = owners.OwnerKernels(ShardTables(tables, tables, shard, shard), memory, mail, 0, *workspaces)
     kernels._owned = whole
     grads = [torch.zeros(size, dtype=KINDS[int(own.kinds[0])]) for size in own.sizes.tolist()]
@@ -157,7 +159,7 @@ def compile_owner(own: Tables, moment: int | None, windows: int = 2) -> None:
         moments = [grad.to(KINDS[moment]) for grad in grads]
         weighing = buffer.Weighing(moments, [1e-8] * number, memory.view(torch.int32))
     kernels.locate(grads, weighing)
-    window = buffer.WindowKernels(device)
+    window = WindowKernels(device)
     for _ in range(windows):
         kernels.select(0.9, weighing)
         kernels.pack(0)

@@ -44,22 +44,15 @@ def _digits_net() -> nn.Module:
     return DigitsNet(WIDTHS, lr=0.0, steps=1)  # its own optimizer is not used
 
 
+# Most tasks: a loss after 400 steps of AdamW, which warm up in a tenth of them or as their schedule says.
+_adamw = partial(Task, metric="loss", optimizer="adamw", steps=400)
+_warmed = partial(_adamw, warmup=0.1)
+
 _TASKS = (
     Task("digits-resnet", _digits_net, Digits, "accuracy", "sgd", lr=0.01, steps=210, batch=64),
     Task("digits-vgg", PlainConvNet, Digits, "accuracy", "sgd", lr=0.02, steps=420, batch=64, warmup=0.1, clip=1.0),
     Task("digits-heads", TwoHeads, DigitsTwice, "accuracy", "adamw", lr=2e-3, steps=420, batch=64, warmup=0.1),
-    Task(
-        "bytes-transformer",
-        ByteTransformer,
-        Text,
-        "loss",
-        "adamw",
-        lr=3e-3,
-        steps=400,
-        batch=16,
-        weight_decay=0.01,
-        warmup=0.1,
-    ),
+    _warmed("bytes-transformer", ByteTransformer, Text, lr=3e-3, batch=16, weight_decay=0.01),
     Task(
         "bytes-transformer-sgd",
         ByteTransformer,
@@ -73,184 +66,84 @@ _TASKS = (
         warmup=0.1,
     ),
     Task("bytes-lstm", ByteLSTM, Text, "loss", "sgd", lr=2.0, steps=400, batch=16, weight_decay=0.0, clip=0.5),
-    Task(
+    _warmed(
         "prose-transformer",
         partial(ByteTransformer, width=256),
         Prose,
-        "loss",
-        "adamw",
         lr=1.5e-3,
-        steps=400,
         batch=16,
         beta2=0.999,
         weight_decay=0.01,
-        warmup=0.1,
         clip=1.0,
     ),
     # short trainings as people write them: half of these choose what happens in them, the others judge
-    Task(
+    _adamw(
         "noisy-batchnorm",
         ResidualNet,
         DigitsInNoise,
-        "loss",
-        "adamw",
         lr=3e-3,
-        steps=400,
         batch=64,
         beta2=0.999,
         weight_decay=0.01,
         schedule="onecycle",
     ),
-    Task(
-        "noise-unet",
-        UNet,
-        NoiseOfDigits,
-        "loss",
-        "adamw",
-        lr=2e-3,
-        steps=400,
-        batch=32,
-        beta2=0.999,
-        weight_decay=0.01,
-        schedule="constant",
+    _adamw("noise-unet", UNet, NoiseOfDigits, lr=2e-3, batch=32, beta2=0.999, weight_decay=0.01, schedule="constant"),
+    _adamw(
+        "bytes-onecycle", ByteTransformer, Text, lr=2e-3, batch=16, beta2=0.999, weight_decay=0.01, schedule="onecycle"
     ),
-    Task(
-        "bytes-onecycle",
-        ByteTransformer,
-        Text,
-        "loss",
-        "adamw",
-        lr=2e-3,
-        steps=400,
-        batch=16,
-        beta2=0.999,
-        weight_decay=0.01,
-        schedule="onecycle",
-    ),
-    Task(
-        "prose-clipped",
-        ByteTransformer,
-        Prose,
-        "loss",
-        "adamw",
-        lr=2e-3,
-        steps=400,
-        batch=32,
-        beta2=0.95,
-        weight_decay=0.1,
-        warmup=0.1,
-        clip=1.0,
-    ),
-    Task(
+    _warmed("prose-clipped", ByteTransformer, Prose, lr=2e-3, batch=32, beta2=0.95, weight_decay=0.1, clip=1.0),
+    _warmed(
         "sources-transformer",
         partial(BytePredictor, Shape(64, 4, 4, 64)),
         ShortSources,
-        "loss",
-        "adamw",
         lr=2e-3,
-        steps=400,
         batch=16,
         weight_decay=0.1,
-        warmup=0.1,
     ),
     # 8,192 bytes a step: its gradients have so little noise that curvature limits the learning rate
-    Task(
+    _warmed(
         "sources-large-batch",
         partial(BytePredictor, Shape(128, 8, 2, 256)),
         Sources,
-        "loss",
-        "adamw",
         lr=1e-3,
-        steps=400,
         batch=32,
         weight_decay=0.1,
-        warmup=0.1,
     ),
     # the largest: it comes to where curvature bears no steps without a momentum (docs/convergence.md, Large networks)
-    Task(
-        "sources-wide",
-        partial(BytePredictor, Shape(512, 8, 8, 256)),
-        Sources,
-        "loss",
-        "adamw",
-        lr=1e-3,
-        steps=400,
-        batch=16,
-        weight_decay=0.1,
-        warmup=0.1,
+    _warmed(
+        "sources-wide", partial(BytePredictor, Shape(512, 8, 8, 256)), Sources, lr=1e-3, batch=16, weight_decay=0.1
     ),
 )
 
 # Tasks on which no default was chosen. They judge: a change of the defaults that they suggest needs other judges.
 _JUDGES = (
     Task("digits-vit", DigitsViT, Digits, "accuracy", "adamw", lr=1e-3, steps=420, batch=64, beta2=0.999, warmup=0.1),
-    Task(
-        "headers-transformer",
-        ByteTransformer,
-        Headers,
-        "loss",
-        "adamw",
-        lr=3e-3,
-        steps=400,
-        batch=16,
-        weight_decay=0.1,
-        warmup=0.1,
-    ),
+    _warmed("headers-transformer", ByteTransformer, Headers, lr=3e-3, batch=16, weight_decay=0.1),
     Task("headers-lstm", ByteLSTM, Headers, "loss", "sgd", lr=2.0, steps=400, batch=16, weight_decay=0.0, clip=0.5),
-    Task(
-        "restoring-transformer",
-        Restorer,
-        Restored,
-        "loss",
-        "adamw",
-        lr=2e-3,
-        steps=400,
-        batch=16,
-        beta2=0.98,
-        weight_decay=0.01,
-        warmup=0.1,
-        clip=1.0,
-    ),
-    Task("names-recommender", Recommender, Names, "loss", "adamw", lr=1e-2, steps=400, batch=512, warmup=0.1),
-    Task(
+    _warmed("restoring-transformer", Restorer, Restored, lr=2e-3, batch=16, beta2=0.98, weight_decay=0.01, clip=1.0),
+    _warmed("names-recommender", Recommender, Names, lr=1e-2, batch=512),
+    _warmed(
         "noisy-groupnorm",
         partial(ResidualNet, grouped),
         DigitsInNoise,
-        "loss",
-        "adamw",
         lr=2e-3,
-        steps=400,
         batch=32,
         beta2=0.999,
         weight_decay=0.01,
-        warmup=0.1,
         clip=1.0,
     ),
-    Task(
+    _adamw(
         "noisy-separable",
         SeparableConvNet,
         DigitsInNoise,
-        "loss",
-        "adamw",
         lr=3e-3,
-        steps=400,
         batch=64,
         beta2=0.999,
         weight_decay=0.01,
         schedule="onecycle",
     ),
-    Task(
-        "noisy-vit",
-        DigitsViT,
-        DigitsInNoise,
-        "loss",
-        "adamw",
-        lr=1e-3,
-        steps=400,
-        batch=64,
-        beta2=0.999,
-        weight_decay=0.01,
-        schedule="constant",
+    _adamw(
+        "noisy-vit", DigitsViT, DigitsInNoise, lr=1e-3, batch=64, beta2=0.999, weight_decay=0.01, schedule="constant"
     ),
     Task("digits-separable", SeparableConvNet, Digits, "accuracy", "sgd", lr=0.05, steps=420, batch=64, warmup=0.1),
 )
@@ -271,18 +164,14 @@ def _trained(name: str) -> nn.Module:
     return model
 
 
-_FINE_TUNED = Task(
+_FINE_TUNED = _warmed(
     "prose-fine-tuning",
     partial(_trained, "bytes-transformer"),
     Prose,
-    "loss",
-    "adamw",
     lr=1e-3,
-    steps=400,
     batch=16,
     beta2=0.999,
     weight_decay=0.01,
-    warmup=0.1,
 )
 #: All tasks by name.
 TASKS = MappingProxyType({**_FRESH, _FINE_TUNED.name: _FINE_TUNED})

@@ -19,8 +19,6 @@ from lightning_safusion.kernels.cuda.window import TURNS, WindowKernels
 from lightning_safusion.recent import Recent
 from lightning_safusion.sparsify.selection.view import device_constant
 
-__all__ = ["BufferKernels", "Packer", "Weighing", "WindowKernels", "Workspace", "probe"]
-
 # Bytes of an element by its kind; the last is of no kind.
 _WIDTHS = np.array([*(kind.itemsize for kind in KINDS), 0])
 

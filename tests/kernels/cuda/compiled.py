@@ -21,6 +21,7 @@ from lightning_safusion.fusion import fused
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.kernels.cuda import buffer, launch
+from lightning_safusion.kernels.cuda.window import WindowKernels
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import settings
 from tests.cuda import Silent
@@ -80,7 +81,7 @@ def main() -> None:
     found: dict[str, Any] = {"start": Made.made}
     with (
         patch.object(fused, "serves_buffers", lambda device: True),
-        patch.object(buffer.WindowKernels, "read", all_fresh),
+        patch.object(WindowKernels, "read", all_fresh),
     ):
         found["usual"] = [
             compiled(LONG, 2, torch.float32), compiled(LONG[::-1], 8, torch.float32),

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from lightning_safusion.kernels import cuda
 from lightning_safusion.kernels.cuda import buffer, launch
+from lightning_safusion.kernels.cuda.packer import Workspace
 
 DEVICE = torch.device("cuda", 7)  # what is known of a device is kept
 
@@ -29,7 +30,7 @@ def test_a_compiler_that_does_not_know_a_device_is_not_used(monkeypatch: pytest.
 @pytest.mark.parametrize("number", [1, 3, 4, 5])
 def test_pieces_of_the_workspace_begin_at_16_bytes(number: int) -> None:
     """Or kernels would be compiled again, with twice the instructions, for some numbers of tensors."""
-    workspace = buffer.Workspace(torch.device("cpu"))
+    workspace = Workspace(torch.device("cpu"))
     workspace.take([64], 1)[0].fill_(7)
     pieces = workspace.take([number, 2 * number, 9, number], 2)
     assert [len(piece) for piece in pieces] == [number, 2 * number, 9, number]

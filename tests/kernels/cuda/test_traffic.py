@@ -18,8 +18,9 @@ pytest.importorskip("triton")
 
 from lab.gpu.buffers import DECAY, HOST, Case, Rank, gather
 from lightning_safusion.kernels.cuda import launch
-from lightning_safusion.kernels.cuda.buffer import Packer, Weighing
+from lightning_safusion.kernels.cuda.buffer import Weighing
 from lightning_safusion.kernels.cuda.chosen import PlacedKernels, ThresholdKernels
+from lightning_safusion.kernels.cuda.packer import Packer
 from lightning_safusion.kernels.cuda.window import WindowKernels
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.tools.plan import work
