@@ -67,6 +67,10 @@ class Program:
             )
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 

@@ -32,7 +32,7 @@ FEW_PAIRS = [(SPARSIFIERS[i % len(SPARSIFIERS)], WIRES[7 * i % len(WIRES)]) for 
 ALL_PAIRS = [[(sparsifier, wire) for wire in WIRES] for sparsifier in SPARSIFIERS]
 
 
-@pytest.mark.parametrize("pairs", [FEW_PAIRS, *slow([each] for each in ALL_PAIRS)], ids=lambda pairs: pairs[0][0])
+@pytest.mark.parametrize("pairs", [FEW_PAIRS, *slow(ALL_PAIRS)], ids=lambda pairs: pairs[0][0])
 def test_nothing_is_lost_by_any_sparsifier_nor_on_any_wire(make: Make, pairs: list[tuple[str, str]]) -> None:
     """Jobs in turn; every third time some tensors are dense."""
     for i, (compressor, wire) in enumerate(pairs):
