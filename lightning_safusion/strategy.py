@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -44,6 +45,7 @@ from lightning_safusion.integration.engine_exchange import announce
 from lightning_safusion.integration.fit import Fit
 from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.integration.horovod import check_horovod, configure_horovod
+from lightning_safusion.integration.inputs import UnevenInputs, Weighting, check_inputs, uncounted
 from lightning_safusion.integration.meeting import all_present
 from lightning_safusion.integration.options import refuse_options
 from lightning_safusion.integration.parameters import trained
@@ -108,6 +110,12 @@ class SAFusionStrategy(DDPStrategy):
         select_by: Units in which elements are compared: ``"gradient"``; ``"update"``, how far the optimizer would move
             them (gradients divided as by Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad or Adafactor; as they are with
             others); ``"auto"``, the latter with these and schedule-free ones, where the residual has a momentum.
+        uneven_inputs: Workers with different numbers of batches: ``"error"``, an OutOfStepError on all of them;
+            ``"stop"``, an epoch ends where the first has none left; ``"join"``, it goes on until the last has none
+            left, while the others repeat a batch that counts nothing (:attr:`idle`).
+        weighting: Mean of the gradients: ``"workers"``, of those that have a batch, each alike; ``"samples"``, each by
+            the number of its samples (found in the batch, or ``"batch_size"`` in the output of ``training_step``);
+            ``"world"``, with ``"join"``: the sum divided by the number of workers, also of those without a batch.
         transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL) or ``"horovod"``, in
             processes that horovodrun or mpirun has started.
         kwargs: Every argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of ``DistributedDataParallel``.
@@ -138,6 +146,8 @@ class SAFusionStrategy(DDPStrategy):
         wire: str | None = None,
         offload: bool | None = None,
         select_by: SelectBy | None = None,
+        uneven_inputs: UnevenInputs = "error",
+        weighting: Weighting = "workers",
         transport: Literal["torch", "horovod"] = "torch",
         **kwargs: Any,
     ) -> None:
@@ -158,11 +168,14 @@ class SAFusionStrategy(DDPStrategy):
             "select_by": select_by,
         }
         job = job_parts(system, density, parts, transport)
+        check_inputs(uneven_inputs, weighting, system)
         if transport == "horovod":
             configure_horovod(kwargs)
         super().__init__(**kwargs)
         self.system, self.settings, self.dense_rules = job.system.name, job.settings, job.dense_rules
         self._hook = job.system.ddp_hook  # DDP with this hook, in place of the engine
+        self.uneven_inputs: UnevenInputs = uneven_inputs
+        self.weighting: Weighting = weighting
         self._over_horovod = transport == "horovod"
         self._observers: list[Observer] = []  # of every engine of this strategy
         self._history = FitHistory()
@@ -239,6 +252,13 @@ class SAFusionStrategy(DDPStrategy):
         """Registers the hook on every device; DDPStrategy does so on CUDA only, and would train dense elsewhere."""
         self._fit.register()
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        loader: Any = super().process_dataloader(dataloader)
+        module = self.lightning_module
+        training = module is not None and module.trainer.training
+        return self._fit.inputs.take(loader, module) if training and module is not None else loader
+
     # A batch
 
     @override
@@ -250,21 +270,25 @@ class SAFusionStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._fit.follow(batch_idx)
+        self._fit.inputs.begin(batch)
         if (line := self._history.begin_batch(self.engine)) is not None:
             announce(line)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._fit.exchange.begin_batch()
-        with self._fit.exchanging("the training step"):
+        inputs, module = self._fit.inputs, self.lightning_module
+        counting = uncounted(module) if inputs.idle and module is not None else nullcontext()
+        with self._fit.exchanging("the training step"), counting:
             output = super().training_step(*args, **kwargs)
+        inputs.end_step(output)
         self.settle()  # parameters that this forward pass has not used: gradients are emptied next
         return output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self._fit.exchanging("the backward pass"):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            return super().backward(self._fit.inputs.weigh(closure_loss), optimizer, *args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -454,6 +478,14 @@ class SAFusionStrategy(DDPStrategy):
     def controller(self) -> Engine | None:
         """The same."""
         return self.engine
+
+    @property
+    def idle(self) -> bool:
+        """Whether this worker repeats a batch that counts nothing, since it has none left (``uneven_inputs="join"``).
+
+        Known in a training step. What the step logs and torchmetrics' metrics of the module count nothing either.
+        """
+        return self._fit.inputs.idle
 
     @property
     def record(self) -> WindowRecord | None:

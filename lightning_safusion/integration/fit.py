@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from operator import is_
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.state import carried, restore_carried
 from lightning_safusion.integration.engine_exchange import EngineExchange, announce
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
+from lightning_safusion.integration.inputs import Inputs
 from lightning_safusion.integration.meeting import EpochEnd, more_batches
 from lightning_safusion.integration.optimizer import needs_plain_ddp, suited
 from lightning_safusion.integration.options import ddp_options, refuse_python_reducer, training_options
@@ -36,6 +37,7 @@ from lightning_safusion.integration.parameters import (
     untrained,
 )
 from lightning_safusion.integration.signals import DeferredSignals
+from lightning_safusion.integration.uneven import Team
 
 if TYPE_CHECKING:
     from lightning_safusion.strategy import SAFusionStrategy
@@ -52,6 +54,7 @@ class Fit:
         choice: Who that is, and why.
         transport: Carries them; None before the model is wrapped.
         lockstep: Where workers wait for each other, in a fit of several; None elsewhere.
+        inputs: The batches of all workers.
         decided: Why plain DDP has taken the engine's place.
     """
 
@@ -60,6 +63,7 @@ class Fit:
         self.exchange, self.choice = GradientExchange(), Choice(Mode.PLAIN)
         self.transport: Transport | None = None
         self.lockstep: Lockstep | None = None
+        self.inputs = Inputs()
         self.decided: str | None = None
         self._signals: DeferredSignals | None = None  # during training with an engine
         self._epoch_end = EpochEnd()
@@ -114,6 +118,10 @@ class Fit:
             self.lockstep = Lockstep.of_all(strategy.root_device, strategy._timeout, lambda: more_batches(trainer))
         if self.lockstep is not None:
             self._epoch_end.attach(trainer, self.lockstep)
+        lockstep, team = self.lockstep, None
+        if lockstep is not None:
+            team = partial(Team, strategy._timeout, lockstep.check, self.exchanging)
+        self.inputs = Inputs(strategy.uneven_inputs, strategy.weighting, strategy.world_size, team)
 
     def begin_training(self) -> None:
         """The first batch follows; also of a search for the learning rate, a training inside of another one."""
@@ -132,6 +140,7 @@ class Fit:
         entry = strategy._checkpoints.entry
         checked = {"system": strategy.system, "checkpoint": str(entry.get("nonce"))} | ddp_options(options)
         checked |= {"sync_batchnorm": str(strategy._layer_sync is not None)}
+        checked |= {"uneven_inputs": strategy.uneven_inputs, "weighting": strategy.weighting}
         # before the tensors, of which thousands may differ as well
         check_equal(transport, checked | fingerprint(strategy.settings, specs))
         if strategy._hook is not None:
@@ -332,6 +341,7 @@ class Fit:
         if self.lockstep is not None:
             self.lockstep.rest()  # its group ends with the default one, or with the process
             self.lockstep = None
+        self.inputs = Inputs()
 
     def close(self) -> None:
         """Drops all of it; the history keeps the engine, whose residuals may still be saved."""
@@ -345,6 +355,7 @@ class Fit:
                 engine.space.memory.to_host()
         if self.transport is not None:
             self.transport.close()
+        self.inputs.close()
         if self.lockstep is not None:
             self.lockstep.close()
         self._epoch_end.detach()

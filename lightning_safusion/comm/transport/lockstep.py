@@ -283,8 +283,9 @@ def _description(places: list[_Place]) -> str:
     named = "; ".join(f"rank {place.rank} {place.where}" for place in sorted(places, key=lambda place: place.rank))
     if any(place.exhausted for place in places):
         cause = (
-            "The numbers of batches differ between workers: give all of them the same, with a sampler that pads or "
-            "drops the rest (DistributedSampler) or with limit_train_batches."
+            "The numbers of batches differ between workers: let the strategy make them equal (uneven_inputs='join' or "
+            "'stop'), or give all the same, with a sampler that pads or drops the rest (DistributedSampler) or with "
+            "limit_train_batches."
         )
     else:
         cause = "Barriers, broadcasts and saves are for all workers: call none on some of them only."
