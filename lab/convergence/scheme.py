@@ -42,6 +42,7 @@ class Scheme:
         ramp: Share of the steps in which the density falls exponentially from ``ramp_from``.
         ramp_from: Density in the first step of the ramp.
         workers: Virtual workers; they share the global batch.
+        parts: How many parts of it each gets, such as ``1|3``, weighted by samples; empty: one.
         rank: Of PowerSGD's approximations.
         lr_scale: Factor on the task's learning rate.
         momentum: In place of the task's; the first beta of AdamW, and the decay of DeMo's momentum (usually 0.999).
@@ -65,6 +66,7 @@ class Scheme:
     ramp: float = 0.0
     ramp_from: float = 0.25
     workers: int = 2
+    parts: str = ""
     rank: int = 4
     lr_scale: float = 1.0
     momentum: float | None = None
@@ -79,6 +81,8 @@ class Scheme:
             raise ValueError(
                 f"degree must be 0 or more, workers and rank 1 or more, got {self.degree}, {self.workers}, {self.rank}"
             )
+        if self.parts and len(self.shares) != self.workers:
+            raise ValueError(f"parts={self.parts!r} are for {len(self.shares)} workers, not for {self.workers}")
         for name in ("dense_start", "ramp", "frozen"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share of the steps, in [0, 1], got {getattr(self, name)}")
@@ -89,6 +93,11 @@ class Scheme:
     def sparse(self) -> bool:
         """Whether the engine compresses; otherwise averaging is dense, or a reference's."""
         return self.method not in REFERENCES
+
+    @property
+    def shares(self) -> list[int]:
+        """The parts as numbers."""
+        return [int(part) for part in self.parts.split("|") if part]
 
     def options(self) -> dict[str, Any]:
         """The fields that differ from their defaults, method first; from them the scheme can be made again."""

@@ -157,7 +157,7 @@ def train(task: Task, scheme: Scheme, seed: int) -> Result:
         seed: Of the weights and the batches.
     """
     begin = time.perf_counter()
-    training = VirtualTraining(task, seed, scheme.workers)
+    training = VirtualTraining(task, seed, scheme.workers, scheme.shares)
     specs = specs_from_parameters(
         training.model.named_parameters(), dense_below=scheme.dense_below if scheme.sparse else 0
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from statistics import fmean
 
 import torch
@@ -26,6 +27,7 @@ class VirtualTraining:
         task: What is trained.
         seed: Of the weights and the batches.
         workers: Virtual workers; they share the global batch.
+        parts: How many parts of it each gets; empty: one. Gradients are weighted by samples.
 
     Attributes:
         model: The network.
@@ -33,9 +35,9 @@ class VirtualTraining:
         order: Their indices in the order in which a backward pass finishes their gradients.
     """
 
-    def __init__(self, task: Task, seed: int, workers: int) -> None:
+    def __init__(self, task: Task, seed: int, workers: int, parts: Sequence[int] = ()) -> None:
         torch.manual_seed(seed)
-        self.task, self.workers = task, workers
+        self.task, self._parts = task, parts or [1] * workers
         self.model, self._data = task.model(), task.data(seed, task.batch)
         self.params = [param for param in self.model.parameters() if param.requires_grad]
         self.order = ready_order(self.model, self.params, self._data)
@@ -56,8 +58,9 @@ class VirtualTraining:
         """
         set_rate(self.task, optimizers, lr, number)
         gradients, losses = [], []
-        for batches in self._shards(number):
-            losses.append(sum(self._backward(batch) for batch in batches))
+        for part, batches in zip(self._parts, self._shards(number), strict=True):
+            share = part * len(self._parts) / sum(self._parts)
+            losses.append(sum(self._backward(batch, share) for batch in batches))
             gradients.append(taken_gradients(self.params))
         mean_loss = fmean(losses)
         if not math.isfinite(mean_loss):
@@ -69,15 +72,23 @@ class VirtualTraining:
 
     def _shards(self, number: int) -> Iterable[Sequence[Batch]]:
         """The batches of every worker in a step."""
-        parts = self.task.accumulate
-        return zip(*(self._data.shards(number * parts + part, self.workers) for part in range(parts)), strict=True)
+        times = self.task.accumulate
+        together = sum(self._parts)
+        drawn = (self._data.shards(number * times + time, together) for time in range(times))
+        return zip(*map(self._owned, drawn), strict=True)
 
-    def _backward(self, batch: Batch) -> float:
-        """Adds the gradients of a batch, with SAM those beside the weights; its loss there."""
+    def _owned(self, shards: Sequence[Batch]) -> list[Batch]:
+        """The batch of every worker: its parts one after another."""
+        edges = [*accumulate(self._parts, initial=0)]
+        inputs, targets = zip(*shards, strict=True)
+        return [(torch.cat(inputs[a:b]), torch.cat(targets[a:b])) for a, b in pairwise(edges)]
+
+    def _backward(self, batch: Batch, share: float) -> float:
+        """Adds the gradients of a batch, times its share, with SAM those beside the weights; its loss there."""
         before = [param.detach().clone() for param in self.params] if self.task.sam else []
         if before:
             self._ascend(batch)
-        value = self._loss(batch)
+        value = self._loss(batch) * share
         value.backward()
         with torch.no_grad():
             for param, was in zip(self.params, before, strict=False):

@@ -51,6 +51,8 @@ def test_what_the_engine_refuses_is_refused_before_anything_is_trained() -> None
         Scheme("sideways")  # type: ignore[arg-type]  # what is tested
     with pytest.raises(ValueError, match=r"share of the steps.*got 30"):
         Scheme("ahead", ramp=30)
+    with pytest.raises(ValueError, match="are for 3 workers, not for 2"):
+        Scheme("dense", parts="1|3|4")
 
 
 def test_options_make_the_scheme_again() -> None:

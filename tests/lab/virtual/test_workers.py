@@ -178,6 +178,12 @@ def test_training_at_density_one_is_dense_training() -> None:
     assert plain.curve != train(task, Scheme("dense"), 2).curve
 
 
+def test_parts_of_a_batch_are_weighted_by_samples() -> None:
+    task = replace(TASKS["digits-vit"], steps=4)
+    alone, parts = (train(task, scheme, 0) for scheme in (Scheme("dense", workers=1), Scheme("dense", parts="1|3")))
+    assert parts.curve == pytest.approx(alone.curve, abs=2e-5)
+
+
 def test_training_that_diverges_has_no_metric() -> None:
     result = train(replace(TASKS["bytes-lstm"], steps=10, clip=None, lr=1e38), Scheme("dense"), 0)
     assert result.metric is None
