@@ -185,7 +185,8 @@ def uncounted(module: LightningModule) -> Iterator[None]:
         metric._update_count, metric._computed = updates, None
     for collection in module.modules():
         if isinstance(collection, MetricCollection):
-            collection._state_is_copy = True  # its metrics share their states again when they are updated
+            collection._state_is_copy = False
+            collection._compute_groups_create_state_ref()  # its metrics share their states again
 
 
 def _states(metric: Metric) -> dict[str, Any]:
