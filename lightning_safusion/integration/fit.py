@@ -116,10 +116,9 @@ class Fit:
         group = strategy._ddp_kwargs.get("process_group")
         if group is None or dist.get_world_size(group) == strategy.world_size:
             self.lockstep = Lockstep.of_all(strategy.root_device, strategy._timeout, lambda: more_batches(trainer))
-        if self.lockstep is not None:
-            self._epoch_end.attach(trainer, self.lockstep)
-        lockstep, team = self.lockstep, None
-        if lockstep is not None:
+        team = None
+        if (lockstep := self.lockstep) is not None:
+            self._epoch_end.attach(trainer, lockstep)
             team = partial(Team, strategy._timeout, lockstep.check, self.exchanging)
         self.inputs = Inputs(strategy.uneven_inputs, strategy.weighting, strategy.world_size, team)
 

@@ -73,6 +73,7 @@ class Inputs:
         self._uneven, self._weighting, self._make_team = uneven, weighting, make_team
         self._team: Team | None = None
         self._loaders: list[UnevenLoader] = []
+        self._begun = False  # a batch of these
         self._having: list[bool] = []  # by rank, of the present batch; empty where all have one
         self._samples: Callable[[], list[int]] | None = None  # of all workers' batches, on their way
         self._share: float | None = None  # of the present batch, once it is known
@@ -98,6 +99,8 @@ class Inputs:
                 "in place of dataloader_iter."
             )
         self._team = self._team or self._make_team()
+        if self._begun:  # all are loaded anew
+            self._loaders, self._begun = [], False
         uneven = UnevenLoader(loader, self._team, joins=self._uneven == "join")
         self._loaders.append(uneven)
         if (lengths := uneven.lengths) is not None and len(set(lengths)) > 1:
@@ -108,6 +111,7 @@ class Inputs:
 
     def begin(self, batch: Any) -> None:
         """A batch is about to be trained on. All workers are told how many samples it has, where that counts."""
+        self._begun = True
         having = [loader.having() for loader in self._loaders]
         self._having = [all(column) for column in zip(*having, strict=True)]
         self._share, self._given, self._samples = None, None, None
