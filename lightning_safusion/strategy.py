@@ -39,6 +39,7 @@ from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.record import WindowRecord
 from lightning_safusion.fusion.replan import Decision
+from lightning_safusion.fusion.slowest import SlowestWorker
 from lightning_safusion.fusion.state import common_state, restore_common
 from lightning_safusion.integration.checkpoint import Checkpoints
 from lightning_safusion.integration.engine_exchange import announce
@@ -514,13 +515,20 @@ class SAFusionStrategy(DDPStrategy):
         engine = self.engine
         return self._history.decisions + (() if engine is None else tuple(engine.planner.decisions))
 
+    @property
+    def slowest(self) -> SlowestWorker | None:
+        """Times of all workers by the planner's latest review, and who is slow; None with plain DDP."""
+        return None if self.engine is None else self.engine.planner.slowest
+
     def figures(self) -> dict[str, Any]:
         """Figures of the latest step on this rank, under the keys of :meth:`WindowRecord.as_dict`.
 
         Also ``system``, ``windows`` (exchanged so far), ``replans``, ``plain_ddp``: why plain DDP is used, None if it
         is not; ``step_s`` and ``ddp_step_s``: seconds of a step (median of the latest), and under DDP by prediction,
-        both None before the first review of the plan; ``last_engine_step``: number of the latest step that this package
-        exchanged, None if there is none. Before the first step, and with plain DDP, the figures of a step are None and
+        both None before the first review of the plan; ``slow_rank``, ``waiting_s``, ``slow_since``: the worker that is
+        slow, the seconds of every step that the others wait for it, and since which step, the same on all ranks, all
+        None if there is no such worker; ``last_engine_step``: number of the latest step that this package exchanged,
+        None if there is none. Before the first step, and with plain DDP, the figures of a step are None and
         the lists empty. Where training runs in other processes (spawn, fork), ask there: in a callback.
         """
         if self._history.ended is not None:

@@ -48,7 +48,8 @@ class OverlapProfiler(StrategyCallback):
     Logged through every logger of the trainer, means over the recorded steps and over ranks: the numbers of
     :class:`~lightning_safusion.profiling.StepFigures` (``safusion/step_s``, ``safusion/exposed_s`` and so on),
     ``safusion/slowest_rank`` (the rank with the longest ``work_s``) and ``safusion/skew_s`` (seconds by which its
-    ``work_s`` exceeds the median rank's).
+    ``work_s`` exceeds the median rank's). Where the planner has found a slow worker, also ``safusion/slow_rank`` and
+    ``safusion/waiting_s``, as in :meth:`SAFusionStrategy.figures`.
 
     Progress bars show ``exposed_ms``: milliseconds of exposed exchange per step. With plain DDP only phases are timed;
     figures of the exchange are left out, and a message says so.
@@ -224,11 +225,13 @@ class OverlapProfiler(StrategyCallback):
         self.figures = RankFigures(tuple(StepFigures(*row) for row in everyone.tolist()))
         if self._clocks[0].any():  # clocks of several hosts drift apart
             self._clocks = clock_offsets(meet(strategy.root_device))
-        reason = strategy.figures()["plain_ddp"]
+        latest_step = strategy.figures()
+        reason = latest_step["plain_ddp"]
         if reason is not None and not any(engine[-1:]):
             self._say(f"times phases, and no exchange: plain DDP is used, because {reason}")
         last = self._first + self._reported - 1  # the last step that the figures are of
-        self._log(trainer, self.figures.as_dict(), last)
+        waiting = {key: latest_step[key] for key in ("slow_rank", "waiting_s")}
+        self._log(trainer, self.figures.as_dict() | waiting, last)
         if self.table:
             print_table(trainer, self._build_table(self.figures))
 
@@ -274,7 +277,7 @@ class OverlapProfiler(StrategyCallback):
 
     def _summary(self, trainer: Trainer, figures: RankFigures) -> Overlap:
         strategy = self._strategy(trainer)
-        report = strategy.figures()
+        report, slowest = strategy.figures(), strategy.slowest
         offsets, errors = (values.tolist() for values in self._clocks)
         return Overlap(
             run=self._run,
@@ -294,6 +297,8 @@ class OverlapProfiler(StrategyCallback):
             costs=strategy.costs,
             timeline=self.steps[-1] if self.steps else None,
             decisions=tuple(strategy.decisions),
+            workers=None if slowest is None else slowest.times,
+            slow_worker=None if slowest is None else slowest.slow,
             clocks={"offset_s": offsets, "error_s": errors},
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from lightning_safusion.fusion.space import GradientSpace
 
 # Differences that are named; those of a model may be thousands.
 _SHOWN = 8
+_HOST = "name of the host"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class JobTraits:
             worker's own pace.
         node: Name of the node that this rank runs on, for ``collective="hierarchical"``.
         plain_ddp_allowed: Plain DDP may replace the engine if that is faster.
+        hosts: Names of the workers' hosts by rank, for messages; empty if they are not known.
     """
 
     measure: bool = True
@@ -45,6 +48,7 @@ class JobTraits:
     deferred: bool = False
     node: Hashable = None
     plain_ddp_allowed: bool = False
+    hosts: Sequence[str] = ()
 
 
 def fingerprint(settings: EngineSettings, specs: Sequence[TensorSpec]) -> dict[str, str]:
@@ -55,14 +59,18 @@ def fingerprint(settings: EngineSettings, specs: Sequence[TensorSpec]) -> dict[s
     return settings.describe() | deterministic | versions | tensors
 
 
-def check_equal(transport: Transport, values: dict[str, str]) -> None:
+def check_equal(transport: Transport, values: dict[str, str]) -> list[str]:
     """Compares settings across ranks, and the order that they are in.
+
+    Returns:
+        The names of the workers' hosts, by rank, which travel with the settings.
 
     Raises:
         RuntimeError: On every rank, naming the settings that differ, with both values.
     """
     with during("set-up, when workers compare their settings"):
-        everyone = transport.gather_objects(values)
+        everyone = transport.gather_objects(values | {_HOST: socket.gethostname()})
+    hosts = [theirs.pop(_HOST, "") for theirs in everyone]
     for rank, theirs in enumerate(everyone):
         first = everyone[0]
         different = [
@@ -82,6 +90,7 @@ def check_equal(transport: Transport, values: dict[str, str]) -> None:
             raise RuntimeError(
                 f"workers were started with different settings: {shown}{more}. Give all workers the same."
             )
+    return hosts
 
 
 def _collective(
@@ -120,7 +129,7 @@ def build_engine(
         transport: Communicator of the buffers.
         device: Where the gradients live.
         traits: What else there is to know; the defaults if None.
-        announce: Called with a line on the buffers of a plan when other collectives are used than before.
+        announce: Called with a line when there is news of the plan, or of a slow worker.
     """
     traits = traits or JobTraits()
     layout = Layout(tuple(specs))
@@ -148,7 +157,8 @@ def build_engine(
         prior["allgather"] = ShardedExchange.cost(prior["allgather"], transport.world_size)
     # narrow gradients cannot represent a mean exactly: the rest stays in the residual; DDP sends wide ones as float64
     replaceable = settings.replaceable and all(spec.dtype == torch.float32 for spec in specs)
-    planner = Planner(settings.fusion, transport, choice, prior, announce, traits.plain_ddp_allowed and replaceable)
+    yields = traits.plain_ddp_allowed and replaceable
+    planner = Planner(settings.fusion, transport, choice, prior, announce, yields, traits.hosts)
     dense_first = choice != "allgather" and not settings.memory.shapes_updates
     # the others negotiate counts on the host
     deferred = traits.deferred and not settings.fusion.streams and timer is None and collective.stream_ordered

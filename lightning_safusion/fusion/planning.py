@@ -24,6 +24,7 @@ from lightning_safusion.fusion.plans.searching import CutSearch
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder, WindowSpans
 from lightning_safusion.fusion.replan import Action, Decision, Review, Trial, Trials, predicted_gain
+from lightning_safusion.fusion.slowest import OwnTimes, SlowestWorker
 from lightning_safusion.literal import plural
 
 _DECISIONS = 512  # latest ones that are kept
@@ -39,14 +40,17 @@ class Planner:
         collective: ``"auto"`` lets each buffer take what is predicted to be cheaper.
         prior: Costs of ``"allgather"`` and ``"allreduce"`` before anything else was measured, equal on all ranks; None
             plans with modelled costs and never with measured ones (a seeded run then repeats bit for bit).
-        announce: Called with a line on the buffers of a plan when other collectives are used than before.
+        announce: Called with a line on the buffers of a plan when other collectives are used than before, and when
+            reviews have found a slow worker.
         yields: Plain DDP may replace the engine if that is faster.
+        hosts: Names of the workers' hosts by rank; empty if they are not known.
 
     Attributes:
         current: The plan in use; None before the first one and after :meth:`invalidate`.
         decisions: The latest decisions, oldest first; the same on all ranks.
         latest: The latest review that had measured windows; None before.
         replans: Changes of the plan: buffers of the plan before are not used any more.
+        slowest: The worker that the others wait for, by the reviews.
         opening: The latest window sends more than later ones will, so that plain DDP waits. Set by the engine.
     """
 
@@ -58,6 +62,7 @@ class Planner:
         prior: Mapping[str, LinearCost] | None = None,
         announce: Callable[[str], None] | None = None,
         yields: bool = False,
+        hosts: Sequence[str] = (),
     ) -> None:
         self.policy = policy
         self.transport = transport
@@ -79,6 +84,8 @@ class Planner:
         self._spans = WindowSpans(self._schedule.cadence.trial_windows)
         self._verified = True
         self._trials = Trials(yields)
+        self.slowest = SlowestWorker(hosts, announce)
+        self._own = OwnTimes(transport.rank, transport.world_size)
 
     @property
     def dense_for_good(self) -> bool:
@@ -163,6 +170,8 @@ class Planner:
         """
         if not self._verified:
             self.verify(shape.device)
+        if events is not None:
+            self._own.add(events)
         if self._search is not None:
             self._search_on(self._search, events, shape)
             return
@@ -194,16 +203,22 @@ class Planner:
         if not self._spans.full:
             return
         with during(_AGREEING):
-            seconds = self._spans.agree_median(self.transport, shape.device)
+            seconds = self._agree_window(shape.device)
             self._spans.restart()
             if math.isfinite(seconds):  # a plan without measured windows is tried again
                 search.replay([seconds])
             plan = GroupPricer(self.costs(shape)).plan(search.stops)
             self._decide("freeze" if search.over else "try", plan, shape, seconds=seconds)
 
+    def _agree_window(self, device: str) -> float:
+        """Agrees on the median window, NaN if none was measured, and on the worker that others wait for."""
+        seconds, times = self._spans.agree_median(self.transport, device, self._own.to_vector())
+        self.slowest.review(times)
+        return seconds
+
     def _review(self, current: Plan, shape: JobShape, prior: Mapping[str, LinearCost]) -> None:
         """Ends the trial if there is one; changes to the plan that the agreed costs call for, if it promises enough."""
-        costs, seconds = self.costs(shape), self._spans.agree_median(self.transport, shape.device)
+        costs, seconds = self.costs(shape), self._agree_window(shape.device)
         review = Review(seconds, predict_plain_ddp(costs, prior["allreduce"]))
         if math.isfinite(seconds):
             self.latest = review

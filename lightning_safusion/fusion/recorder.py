@@ -202,16 +202,23 @@ class WindowSpans:
         computed = events.ready[~np.isnan(events.ready)]
         self._spans.append(events.drained - float(computed.min()) if len(computed) else math.nan)
 
-    def agree_median(self, transport: Transport, device: torch.device | str) -> float:
+    def agree_median(
+        self, transport: Transport, device: torch.device | str, beside: np.ndarray
+    ) -> tuple[float, np.ndarray]:
         """Agrees on the median window, NaN if none was measured. Collective; blocks; call it between windows.
 
         Ranks begin a window when their own forward pass has ended, and end it together: of each window the shortest
         span counts, that of the rank which began last and did not wait. The median leaves disturbances out.
+
+        Args:
+            transport: Communicator that no other operation uses meanwhile.
+            device: Where the transport needs its tensors.
+            beside: float64, of one length on all ranks; its minimum over ranks, number by number, is returned as well.
         """
         latest = np.full(self._spans.maxlen or 0, np.inf)
         latest[: len(self._spans)] = np.nan_to_num(np.array(self._spans), nan=np.inf)
-        shortest = torch.from_numpy(latest).to(device)
+        shortest = torch.from_numpy(np.concatenate([latest, beside])).to(device)
         transport.all_reduce(shortest, "min").wait()
-        agreed = shortest.cpu().numpy()
+        agreed, least = np.split(shortest.cpu().numpy(), [len(latest)])
         agreed = agreed[np.isfinite(agreed)]
-        return float(np.median(agreed)) if len(agreed) else math.nan
+        return float(np.median(agreed)) if len(agreed) else math.nan, least

@@ -49,6 +49,7 @@ class EngineExchange(GradientExchange):
         replaceable: Plain DDP can take the engine's place.
         observers: Get the events of every window.
         untrained: Names and parameters with dense gradients that no optimizer has; they are not among the specs.
+        hosts: Names of the workers' hosts by rank, for messages.
     """
 
     engine: Engine
@@ -66,6 +67,7 @@ class EngineExchange(GradientExchange):
         replaceable: bool,
         observers: list[Observer],
         untrained: Sequence[tuple[str, Tensor]] = (),
+        hosts: Sequence[str] = (),
     ) -> None:
         self._choice = choice
         self._hook: DDPHook | None = None
@@ -98,6 +100,7 @@ class EngineExchange(GradientExchange):
                     deferred=overlap and not self._static_graph and never_waits,
                     node=node,
                     plain_ddp_allowed=replaceable,
+                    hosts=hosts,
                 ),
                 announce,
             )

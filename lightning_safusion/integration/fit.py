@@ -141,7 +141,7 @@ class Fit:
         checked |= {"sync_batchnorm": str(strategy._layer_sync is not None)}
         checked |= {"uneven_inputs": strategy.uneven_inputs, "weighting": strategy.weighting}
         # before the tensors, of which thousands may differ as well
-        check_equal(transport, checked | fingerprint(strategy.settings, specs))
+        hosts = check_equal(transport, checked | fingerprint(strategy.settings, specs))
         if strategy._hook is not None:
             self.choice = Choice(Mode.HOOK, f"system={strategy.system!r} asks for it")
             self.exchange = hook_exchange(strategy._hook, transport, options.get("process_group"))
@@ -150,13 +150,15 @@ class Fit:
             job = (strategy.settings, specs, strategy.optimizers, transport.world_size, strategy._over_horovod)
             self.choice = choose(*job, sends_residual, self.decided)
             if self.choice.plain_ddp is None:
-                self.exchange = self._make_engine(model, specs, transport)
+                self.exchange = self._make_engine(model, specs, transport, hosts)
         # On the current stream, whatever the Lightning version: gradient hooks run on the stream of this construction
         options = self.exchange.ddp_options(options)
         with during("set-up, when DDP compares and copies the parameters"):
             return DistributedDataParallel(module=model, device_ids=strategy.determine_ddp_device_ids(), **options)
 
-    def _make_engine(self, model: nn.Module, specs: Sequence[TensorSpec], transport: Transport) -> EngineExchange:
+    def _make_engine(
+        self, model: nn.Module, specs: Sequence[TensorSpec], transport: Transport, hosts: Sequence[str]
+    ) -> EngineExchange:
         strategy = self._strategy
         automatic = strategy.lightning_module is not None and strategy.lightning_module.automatic_optimization
         left = untrained(model, strategy.optimizers)
@@ -175,6 +177,7 @@ class Fit:
             replaceable=not strategy._over_horovod,
             observers=strategy._observers,
             untrained=left,
+            hosts=hosts,
         )
 
     def register(self) -> None:

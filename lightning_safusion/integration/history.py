@@ -71,7 +71,14 @@ class FitHistory:
         if engine is not None:
             windows, replans = engine.windows, replans + engine.planner.replans
         times = {"step_s": self._step_s, "ddp_step_s": self._ddp_step_s}
-        return {**times, "windows": windows, "replans": replans, **figures}
+        return {**times, **_slow_worker(engine), "windows": windows, "replans": replans, **figures}
+
+
+def _slow_worker(engine: Engine | None) -> dict[str, Any]:
+    slow = None if engine is None else engine.planner.slowest.slow
+    if slow is None:
+        return dict.fromkeys(("slow_rank", "waiting_s", "slow_since"))
+    return {"slow_rank": slow.rank, "waiting_s": slow.waiting_s, "slow_since": slow.since}
 
 
 def _outlook(engine: Engine, step_s: float, ddp_step_s: float) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.replan import Decision
+from lightning_safusion.fusion.slowest import SlowWorker, WorkerTimes
 from lightning_safusion.profiling.figures import BufferRow, RankFigures, StepFigures
 from lightning_safusion.profiling.timeline import StepTimeline, from_row, without_nan
 
@@ -46,6 +47,8 @@ class Overlap:
     costs: GroupCosts | None  # the agreed costs from which it was made; None with plain DDP
     timeline: StepTimeline | None  # the latest recorded step of rank 0
     decisions: tuple[Decision, ...]  # the latest decisions on the buffers' sizes, oldest first
+    workers: WorkerTimes | None  # of all ranks, by the planner's latest review; None before it, and with plain DDP
+    slow_worker: SlowWorker | None  # the one that others wait for, by its reviews
     clocks: dict[str, list[float]]  # ``offset_s`` and ``error_s`` of each rank's clock against rank 0's
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,6 +66,8 @@ class Overlap:
             "costs": None if self.costs is None else asdict(self.costs),
             "timeline": None if self.timeline is None else self.timeline.to_dict(),
             "decisions": [asdict(each) for each in self.decisions],
+            "workers": None if self.workers is None else asdict(self.workers),
+            "slow_worker": None if self.slow_worker is None else asdict(self.slow_worker),
         }
         return without_nan(content)
 
@@ -70,6 +75,7 @@ class Overlap:
     def from_dict(cls, content: Mapping[str, Any]) -> Overlap:
         """The content of a file, as :meth:`to_dict` has made it; see :func:`read_file`."""
         costs, plan, timeline = content["costs"], content["plan"], content["timeline"]
+        workers, slow = content["workers"], content["slow_worker"]
         values = {each.name: content[each.name] for each in fields(cls)} | {
             "run": float(content["run"]),
             "settings": dict(content["settings"]),
@@ -82,6 +88,8 @@ class Overlap:
             "costs": None if costs is None else from_row(GroupCosts, costs),
             "timeline": None if timeline is None else StepTimeline.from_dict(timeline),
             "decisions": tuple(from_row(Decision, row) for row in content["decisions"]),
+            "workers": None if workers is None else from_row(WorkerTimes, workers),
+            "slow_worker": None if slow is None else from_row(SlowWorker, slow),
         }
         return cls(**values)
 

@@ -110,6 +110,37 @@ class Job:
         return WindowEvents(step, 0.05, space.layout, ready, tuple(done), drained)
 
 
+@dataclass
+class Together(Job):
+    """A rank of a job in which all end a window at once, and an exchange begins when the last rank has launched.
+
+    Args:
+        rank: This one; no two ranks' clocks agree.
+        loading: Seconds of each rank from the end of a window to its first gradient in the next.
+        paces: Seconds of each rank from one gradient to the next.
+    """
+
+    rank: int = 0
+    loading: Sequence[float] = ()
+    paces: Sequence[float] = ()
+    ended: float = 0.0
+
+    def window(self, step: int, plan: Plan, costs: GroupCosts, space: GradientSpace) -> WindowEvents:
+        places = np.arange(len(costs.numels))
+        ready = [self.ended + early + pace * places for early, pace in zip(self.loading, self.paces, strict=True)]
+        free, buffers, off = 0.0, [], 1000.0 * self.rank
+        for group in plan.groups:
+            launched = [own[group.stop - 1] for own in ready]
+            sent = round(sum(costs.sparse_bytes[group.start : group.stop]))
+            free = max(free, *launched) + self.lines["allgather"](sent)
+            elements = sum(costs.numels[group.start : group.stop])
+            moments = (*[launched[self.rank]] * 4, free, ready[self.rank][-1], free, free)
+            own = (range(group.start, group.stop), group.collective, elements, elements, sent, 3 * sent)
+            buffers.append(BufferEvents(*own, *(off + moment for moment in moments)))
+        self.ended = free
+        return WindowEvents(step, 0.05, space.layout, off + ready[self.rank], tuple(buffers), off + free)
+
+
 class Rank:
     """One rank of the job with a planner of its own."""
 

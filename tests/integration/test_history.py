@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import csv
 import logging
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
 
-from lightning_safusion import SAFusionStrategy
+from lightning_safusion import OverlapProfiler, SAFusionStrategy
+from lightning_safusion.fusion.plans.costs import GroupCosts
+from lightning_safusion.fusion.plans.plan import Plan
+from lightning_safusion.tools.report import load_run
+from lightning_safusion.tools.report.advice import advise
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
@@ -47,6 +56,49 @@ def test_after_its_first_review_it_says_what_a_step_takes_and_would_take() -> No
     assert sum(step is None for step in steps) == sum(step is None for step in others)
 
 
+class Burdened(TinyClassifier):
+    """Multiplies matrices in its forward pass: tens of milliseconds of work, or none."""
+
+    def __init__(self, products: int) -> None:
+        super().__init__()
+        self.products = products
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = torch.ones(256, 256)
+        for _ in range(self.products):
+            more = torch.tanh(more @ more)
+        return super().forward(x)
+
+
+@pytest.mark.slow
+def test_a_worker_that_computes_longer_is_named_and_its_link_is_not_slower(tmp_path: Path) -> None:
+    """Of the time that the others wait, at most a quarter may pass for that of all messages of a step."""
+
+    def run(rank: int) -> tuple[list[str], dict[str, Any], GroupCosts, Plan]:
+        said, found = Lines(), []
+        strategy = SAFusionStrategy(**SPARSE)
+        profiler = OverlapProfiler(every_n_steps=30, dirpath=tmp_path, table=False)
+        watch = LambdaCallback(on_train_end=lambda *_: found.append((strategy.costs, strategy.plan)))
+        logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+        job = trainer(strategy, callbacks=[profiler, watch], max_epochs=2, max_steps=30, logger=logger)
+        job.fit(Burdened(60 * rank), classification())
+        ((costs, plan),) = found
+        return [line for line in said.lines if "is slow" in line], strategy.figures(), costs, plan
+
+    (said, figures, costs, plan), (silent, others, *_) = run_launched(2, run)
+    assert len(said) == 1
+    assert said[0].startswith(f"SAFusionStrategy: rank 1 on host {socket.gethostname()} is slow: the others wait")
+    assert silent == []
+    slow = {name: figures[name] for name in ("slow_rank", "waiting_s", "slow_since")}
+    assert slow == {name: others[name] for name in slow}
+    assert (slow["slow_rank"], slow["waiting_s"] > 1e-3) == (1, True)
+    fixed, per_byte = costs.sparse
+    assert fixed * len(plan.groups) + per_byte * sum(costs.sparse_bytes) < slow["waiting_s"] / 4
+    assert "is slow: the others wait" in advise(load_run(tmp_path).overlap)[0].text
+    (table,) = tmp_path.rglob("metrics.csv")
+    assert any(row["safusion/slow_rank"] == "1.0" for row in csv.DictReader(table.open()))
+
+
 def test_plain_ddp_says_why_and_has_no_figures() -> None:
     said, strategy = Lines(), SAFusionStrategy(system="ddp")
     trainer(strategy, devices=1, max_steps=2).fit(TinyClassifier(), classification())
@@ -54,7 +106,9 @@ def test_plain_ddp_says_why_and_has_no_figures() -> None:
     report = strategy.figures()
     assert (report["plan"], report["collectives"], report["windows"]) == ([], [], 0)
     figures = ("step", "density", "achieved_density", "bytes_sent", "dense_bytes", "exposed_s", "step_s", "ddp_step_s")
-    assert {report[name] for name in (*figures, "last_engine_step")} == {None}
+    figures += ("slow_rank", "waiting_s", "slow_since", "last_engine_step")
+    assert {report[name] for name in figures} == {None}
+    assert strategy.slowest is None
 
 
 def test_the_latest_step_of_the_engine_is_known_after_plain_ddp_has_taken_over() -> None:

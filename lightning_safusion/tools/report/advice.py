@@ -6,7 +6,7 @@ alternative - predicted finish of the plan in use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isnan
 from typing import Literal, get_args
@@ -15,11 +15,13 @@ from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, GroupCosts, ddp_buckets
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
+from lightning_safusion.fusion.slowest import LEAST_SHARE
 from lightning_safusion.literal import plural
 from lightning_safusion.profiling.figures import StepFigures
 from lightning_safusion.profiling.overlap_file import Overlap
 
 _HIDDEN = 0.02  # share of the step below which the exchange counts as hidden
+_RANKS = 8  # at most, whose batches are named
 _DENSITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 
 Level = Literal["warning", "hint", "good"]
@@ -63,7 +65,7 @@ def advise(overlap: Overlap, missing_rate: float | None = None) -> list[Advice]:
     if plan is not None and costs is not None and predictable(plan, costs):
         now = Prediction(mean, plan, costs)
         remarks += [_against_ddp(now), *_density(now, overlap.density), *_regrouping(now)]
-    remarks += [*_missing(missing_rate), *_straggler(*overlap.ranks.slowest, mean.step_s)]
+    remarks += [*_missing(missing_rate), *_straggler(overlap)]
     return sorted(remarks, key=lambda remark: get_args(Level).index(remark.level))
 
 
@@ -151,10 +153,36 @@ def _missing(rate: float | None) -> Iterator[Advice]:
         )
 
 
-def _straggler(rank: int, skew: float, step_s: float) -> Iterator[Advice]:
-    if skew > 0.05 * step_s:
+def _straggler(overlap: Overlap) -> Iterator[Advice]:
+    """By the planner's reviews; where it has made none, by the recorded steps."""
+    slow, times, (rank, skew) = overlap.slow_worker, overlap.workers, overlap.ranks.slowest
+    if slow is not None and times is not None:
+        yield Advice(
+            "warning",
+            f"In this run {slow}. Look at its data loader, at other jobs on its machine and at its clock rate, or give "
+            'it a smaller batch, with weighting="samples".',
+        )
+        yield from _batches(times.own_s)
+    elif times is None and skew > LEAST_SHARE * overlap.ranks.mean.step_s:
         yield Advice(
             "hint",
             f"All workers wait for rank {rank}, whose own work takes {skew * 1e3:.1f} ms longer than that of the "
             "median worker: look at its data loading and its machine.",
         )
+        yield from _batches([each.work_s for each in overlap.ranks.ranks])
+
+
+def _batches(seconds: Sequence[float]) -> Iterator[Advice]:
+    """Batches by which all workers would take as long, from the seconds that they take with equal ones."""
+    if not all(each > 0 for each in seconds):
+        return
+    speeds = [1 / each for each in seconds]
+    factors = [speed * len(speeds) / sum(speeds) for speed in speeds]
+    odd = sorted(range(len(factors)), key=lambda rank: -abs(factors[rank] - 1))[:_RANKS]
+    shown = ", ".join(f"{factors[rank]:.2f} on rank {rank}" for rank in sorted(odd))
+    rest = ", and about 1 on the others" if len(odd) < len(factors) else ""
+    yield Advice(
+        "hint",
+        "Workers with equal batches would take as long as each other with batches in proportion to their speed, of the "
+        f"same sum: times {shown}{rest}.",
+    )

@@ -13,6 +13,7 @@ from lightning_safusion.fusion.events import BufferEvents
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.replan import Decision
+from lightning_safusion.fusion.slowest import SlowWorker, WorkerTimes
 from lightning_safusion.metrics.figures import TensorFigures
 from lightning_safusion.metrics.history import MissingRateStatistics
 from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means
@@ -26,6 +27,9 @@ DECISIONS = (
     Decision(16, "keep", 2, 1, 0.25, 0.2, 0.032),
     Decision(20, "stay", 2, 3, 0.001, None, 0.032),
 )
+
+WORKERS = WorkerTimes(20, 0.1, (0.06, 0.09), (0.04, 0.01))
+SLOW = SlowWorker(1, "node7", 0.03, 0.1, 12)
 
 
 def step(number: int, buffers: int = 2, names: tuple[str, ...] = ("head.weight", NASTY)) -> StepTimeline:
@@ -95,6 +99,8 @@ def overlap(buffers: int = 2, aside: str | None = None) -> dict[str, Any]:
         costs=None if aside else costs,
         timeline=steps[-1],
         decisions=() if aside else DECISIONS,
+        workers=None if aside else WORKERS,
+        slow_worker=None if aside else SLOW,
         clocks={"offset_s": [0.0, 0.0], "error_s": [0.0, 0.0]},
     ).to_dict()
 

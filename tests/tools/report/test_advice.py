@@ -1,7 +1,7 @@
 """Remarks on a run.
 
 Covers: hidden and exposed exchange; DDP slower, faster and alike; a lower and a higher density; regrouping; missing
-    tensors; a straggler; plain DDP; predictions agree with the cost model.
+    tensors; a straggler, and batches that suit it; plain DDP; predictions agree with the cost model.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
+from lightning_safusion.fusion.slowest import SlowWorker, WorkerTimes
 from lightning_safusion.profiling.figures import RankFigures, StepFigures
 from lightning_safusion.profiling.overlap_file import Overlap
 from lightning_safusion.tools.report.advice import Prediction, advise, ddp_plan, scaled
@@ -44,7 +45,8 @@ def run(
     numbers = dict.fromkeys((field.name for field in fields(StepFigures)), nan)
     mean = StepFigures(**numbers | {"step_s": step_s, "exposed_s": exposed_s, "bytes_sent": nbytes, "work_s": 0.1})
     ranks = RankFigures((mean, mean, mean, replace(mean, work_s=0.1 + late)))
-    return replace(Overlap.from_dict(overlap()), ranks=ranks, plan=plan, costs=job, density=density)
+    unreviewed = replace(Overlap.from_dict(overlap()), workers=None, slow_worker=None)
+    return replace(unreviewed, ranks=ranks, plan=plan, costs=job, density=density)
 
 
 def predicted(job: GroupCosts, plan: Plan, **options: float) -> Overlap:
@@ -107,6 +109,22 @@ def test_missing_tensors_and_stragglers_are_named() -> None:
     assert remarks[0].level == "warning"
     assert "25.0% of the gradient tensors send nothing" in remarks[0].text
     assert any("wait for rank 3" in remark.text for remark in remarks)
+    assert any("times 1.09 on rank 0, 1.09 on rank 1, 1.09 on rank 2, 0.73 on rank 3." in r.text for r in remarks)
+
+
+def test_a_worker_that_the_reviews_have_found_slow_is_named_with_what_to_do() -> None:
+    job = costs(1e10)
+    own = (0.1,) * 9 + (0.15,)
+    slow = SlowWorker(9, "node3", 0.041, 0.18, 1200)
+    reviewed = replace(predicted(job, plan_optimal(job), late=0.05), workers=WorkerTimes(1250, 0.18, own, own))
+    assert not any("rank 3" in remark.text for remark in advise(reviewed))  # by the reviews, no worker is slow
+    first, *others = advise(replace(reviewed, slow_worker=slow))
+    assert first.level == "warning"
+    waiting = "rank 9 on host node3 is slow: the others wait 41.0 ms of every step of 180.0 ms for it, since step 1,200"
+    assert waiting in first.text
+    assert "data loader" in first.text
+    (batches,) = [remark.text for remark in others if "batches" in remark.text]
+    assert batches.endswith("1.03 on rank 6, 0.69 on rank 9, and about 1 on the others.")
 
 
 def test_without_a_plan_nothing_is_predicted() -> None:

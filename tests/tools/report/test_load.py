@@ -11,7 +11,7 @@ import pytest
 
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.tools.report import load_run
-from tests.tools.report.runs import DECISIONS, NASTY, RUN, missing, overlap, step, write_run
+from tests.tools.report.runs import DECISIONS, NASTY, RUN, SLOW, WORKERS, missing, overlap, step, write_run
 
 
 def test_what_the_profiler_writes_comes_back(tmp_path: Path) -> None:
@@ -19,6 +19,7 @@ def test_what_the_profiler_writes_comes_back(tmp_path: Path) -> None:
     content = run.overlap
     assert (content.system, content.world_size, content.device, content.density) == ("safusion", 2, "cpu", 0.05)
     assert content.decisions == DECISIONS
+    assert (content.workers, content.slow_worker) == (WORKERS, SLOW)
     assert content.plan == Plan.from_stops([2, 4])
     assert content.costs is not None
     assert content.costs.numels == (500,) * 4
