@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.transport.interface import during, present_stage
 
-_LOOK_S = 0.5  # a worker that has not moved for so long looks what others wait for
+_LOOK_S = 0.3  # a worker that has not moved for so long looks what others wait for
 _SLICE = timedelta(seconds=0.1)  # of a wait on the host, after which it asks whether it is in vain
 _POLL_S = 2e-4  # where the backend has no such waits
 _LEAVE_S = 2.0  # so long who knows of a failure stays for the others to learn of it
@@ -78,7 +78,7 @@ class Lockstep:
     Objects, barriers and broadcasts begin with a meeting. A worker in one, and another that has gone on to a further
     batch without it, wait for each other for ever: all workers of a program come to the same meetings after the same
     batches. A thread finds that out. It does nothing but sleep while the worker moves on, and asks the store of the
-    process group twice a second where it does not.
+    process group three times a second where it does not.
 
     Args:
         device: Where small tensors of the process group live.
