@@ -75,7 +75,7 @@ class SAFusionStrategy(DDPStrategy):
             installed one, or a ``Sparsifier``.
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``. None, with ``memory="auto"``: 0.02
             with Adam, AdamW, NAdam, RMSprop, Adagrad and Adafactor, 0.05 with RAdam, 0.1 with SGD and schedule-free
-            optimizers, 0.25 with Lion and others with a momentum, 0.65 with Muon. With ``memory="auto"`` the
+            optimizers, 0.25 with Lion and others with a momentum, 0.72 with Muon. With ``memory="auto"`` the
             first steps send more (:class:`~lightning_safusion.sparsify.schedule.Opening`), unless it is a
             ``DensitySchedule``.
         system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is

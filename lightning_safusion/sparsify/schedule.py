@@ -99,14 +99,14 @@ class SuitedDensity(ConstantDensity):
     """A constant density that follows from the optimizers: what ``density=None`` stands for.
 
     2 % where the residual has a momentum (Adam and its kind), which ended level with dense training on the tasks that
-    judge it (``docs/convergence.md``), 5 % with RAdam; 65 % with Muon; 25 % with optimizers that have another momentum
+    judge it (``docs/convergence.md``), 5 % with RAdam; 72 % with Muon; 25 % with optimizers that have another momentum
     than SGD's, such as Lion; 10 % with SGD and schedule-free optimizers.
 
     Attributes:
         density: 10 % until the optimizers are known: at less SGD's momentum would count as the residual's.
     """
 
-    WITH_MOMENTUM, RECTIFIED, PLAIN, CAUTIOUS, ESTIMATED = 0.02, 0.05, 0.1, 0.25, 0.65
+    WITH_MOMENTUM, RECTIFIED, PLAIN, CAUTIOUS, ESTIMATED = 0.02, 0.05, 0.1, 0.25, 0.72
 
     def __init__(self) -> None:
         super().__init__(self.PLAIN)

@@ -35,14 +35,14 @@ _MEASURED: Mapping[str, Mapping[float, str]] = MappingProxyType(
             0.01: "within a point of dense training's accuracy on images, 5.4 % above its loss on an LSTM",
             0.002: "up to half a point below dense training's accuracy on images; an LSTM lost more the less was sent",
         },
-        "NAdam": {0.1: "level (0.2 % below)", 0.05: "level (0.2 % below)", 0.02: "level (0.3 % above)"},
-        "RAdam": {0.1: "level (0.2 % below)", 0.05: "level (0.1 % below)", 0.02: "level (0.3 % above)"},
-        "RMSprop": {0.1: "level (0.4 % below)", 0.05: "level (0.4 % below)", 0.02: "level"},
-        "Adagrad": {0.1: "0.5 % above dense training's loss", 0.05: "level", 0.02: "level (0.2 % below)"},
-        "Adafactor": {0.1: "2.0 % below dense training's loss", 0.05: "2.3 % below", 0.02: "1.2 % below"},
+        "NAdam": {0.1: "level (0.2 % below)", 0.05: "level (0.2 % below)", 0.02: "0.6 % above dense training's loss"},
+        "RAdam": {0.1: "level (0.2 % below)", 0.05: "level (0.1 % below)", 0.02: "0.7 % above"},
+        "RMSprop": {0.1: "level (0.4 % below)", 0.05: "level (0.4 % below)", 0.02: "0.8 % above"},
+        "Adagrad": {0.1: "0.5 % above dense training's loss", 0.05: "level", 0.02: "0.8 % above"},
+        "Adafactor": {0.1: "2.0 % below dense training's loss", 0.05: "2.3 % below", 0.02: "level (0.4 % below)"},
         "schedule-free": {0.1: "level (0.3 % above)", 0.05: "1.4 % above dense training's loss", 0.02: "5.6 % above"},
-        "Lion": {0.25: "level (0.4 % above)", 0.1: "2.2 % above dense training's loss", 0.05: "5 %", 0.02: "9.7 %"},
-        "Muon": {0.65: "level (0.4 % above)", 0.25: "1.1 % above dense training's loss"},
+        "Lion": {0.25: "level (0.1 % above)", 0.1: "2.2 % above dense training's loss", 0.05: "5 %", 0.02: "9.7 %"},
+        "Muon": {0.72: "level (0.5 % above)", 0.25: "1.1 % above dense training's loss"},
     }
 )
 _HOOKS: Mapping[str, str] = MappingProxyType(

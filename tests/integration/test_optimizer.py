@@ -199,13 +199,13 @@ def test_what_suits_muon() -> None:
     assert memory("allgather", muon).momentum == 0.8
     assert memory("allgather", torch.optim.Muon(params, momentum=0.0)).momentum == 0.0
     assert memory("gtopk", muon).name == "auto"  # it drops some of what estimates would add up
-    for optimizer, density in ((muon, 0.65), (AdamW(params), 0.1)):
+    for optimizer, density in ((muon, 0.72), (AdamW(params), 0.1)):
         suit_density(own := SuitedDensity(), EF21Memory(), [optimizer], by_update=False)
         assert own.density == density
     with pytest.raises(MisconfigurationException, match="Muon would apply it again"):
         refuse_double_momentum(DecoupledMomentum(), muon)
     assert "Muon may end with a higher loss" in str(caution(EF21Memory(), 0.1, muon))
-    assert caution(EF21Memory(), 0.65, muon) is None
+    assert caution(EF21Memory(), 0.72, muon) is None
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_muon_gets_running_estimates(caplog: pytest.LogCaptureFixture, tmp_path:
         return [*found, back], [param.detach().clone() for param in model.parameters()], caplog.text
 
     (found, weights, said), (_, others, _) = run_launched(2, run)
-    assert found == ["ef21", 0.65, 0.65, "auto"]
+    assert found == ["ef21", 0.72, 0.72, "auto"]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, others, strict=True))
     assert "in place of the momentum of Muon and AdamW" in said
 
