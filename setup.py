@@ -73,7 +73,7 @@ kernels = Extension(
     "lightning_safusion.kernels.cpu.libkernels",
     [
         f"lightning_safusion/kernels/cpu/{name}.c"
-        for name in ("candidates", "eliasfano", "eliasfano_read", "elements", "messages", "shards")
+        for name in ("candidates", "checksum", "eliasfano", "eliasfano_read", "elements", "messages", "shards")
     ],
     depends=[f"lightning_safusion/kernels/cpu/{name}.h" for name in ("eliasfano", "kernels", "messages")],
     extra_compile_args=["-O3", "-g0", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno"],

@@ -12,7 +12,7 @@ from lightning_safusion.callbacks import (
     TensorMissingRateMonitor,
     TraceRecorder,
 )
-from lightning_safusion.comm.transport.interface import WorkerLostError
+from lightning_safusion.comm.transport.interface import DamagedMessageError, WorkerLostError
 from lightning_safusion.comm.transport.lockstep import OutOfStepError
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.cadence import Cadence
@@ -67,6 +67,7 @@ __all__ = [
     "ConstantDensity",
     "DGCMemory",
     "DGCWarmup",
+    "DamagedMessageError",
     "DecoupledMomentum",
     "DenseStart",
     "EF21Memory",

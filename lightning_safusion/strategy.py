@@ -40,6 +40,7 @@ from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.record import WindowRecord
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.slowest import SlowestWorker
+from lightning_safusion.fusion.settings import Integrity
 from lightning_safusion.fusion.state import common_state, restore_common
 from lightning_safusion.integration.checkpoint import Checkpoints
 from lightning_safusion.integration.engine_exchange import announce
@@ -117,6 +118,10 @@ class SAFusionStrategy(DDPStrategy):
         weighting: Mean of the gradients: ``"workers"``, of those that have a batch, each alike; ``"samples"``, each by
             the number of its samples (found in the batch, or ``"batch_size"`` in the output of ``training_step``);
             ``"world"``, with ``"join"``: the sum divided by the number of workers, also of those without a batch.
+        integrity: ``"checksum"``: every message begins with a CRC-32C (4 bytes), which receivers verify before they
+            read it. Damage ends the step with a ``DamagedMessageError`` on all workers; nothing of the step is applied,
+            and the residuals keep its gradients. Gradients in host memory only. Dense all-reduces, which are sums of
+            the library, carry none. None: no message does.
         transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL) or ``"horovod"``, in
             processes that horovodrun or mpirun has started.
         kwargs: Every argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of ``DistributedDataParallel``.
@@ -149,6 +154,7 @@ class SAFusionStrategy(DDPStrategy):
         select_by: SelectBy | None = None,
         uneven_inputs: UnevenInputs = "error",
         weighting: Weighting = "workers",
+        integrity: Integrity | None = None,
         transport: Literal["torch", "horovod"] = "torch",
         **kwargs: Any,
     ) -> None:
@@ -167,6 +173,7 @@ class SAFusionStrategy(DDPStrategy):
             "wire": wire,
             "offload": offload,
             "select_by": select_by,
+            "integrity": integrity,
         }
         job = job_parts(system, density, parts, transport)
         check_inputs(uneven_inputs, weighting, system)

@@ -14,6 +14,7 @@ from lightning_safusion.comm.catalogue import Collective, find_collective
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.interface import Transport, during
+from lightning_safusion.comm.transport.sealed import SealedTransport
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.launching.offloaded import Offloaded, selection_costs
 from lightning_safusion.fusion.launching.planned import Launching
@@ -130,8 +131,16 @@ def build_engine(
         device: Where the gradients live.
         traits: What else there is to know; the defaults if None.
         announce: Called with a line when there is news of the plan, or of a slow worker.
+
+    Raises:
+        ValueError: If messages are to have checksums, and gradients live on a device.
     """
     traits = traits or JobTraits()
+    if settings.integrity is not None and device.type != "cpu":
+        raise ValueError(
+            f"integrity={settings.integrity!r} is for gradients in host memory, got {device}: there kernels of the "
+            "device write and read the messages, and they make no checksums. Leave it out"
+        )
     layout = Layout(tuple(specs))
     settings.memory.bind(layout.edges.tolist(), device, transport.world_size)
     choice = find_collective(settings.collective).choice
@@ -146,7 +155,8 @@ def build_engine(
     timer = settings.fusion if isinstance(settings.fusion, Horovod) else None
     ticks = Ticks(transport.host_subgroup(), timer.cycle_s) if timer and traits.overlap else None
     # launched at each rank's own pace, between the collectives of the model's own backward (SyncBatchNorm)
-    communicators = collective.connect(transport, traits.node, own=timer is not None)
+    carrier = transport if settings.integrity is None else SealedTransport(transport)
+    communicators = collective.connect(carrier, traits.node, own=timer is not None)
     nodes = communicators.nodes
     if nodes is not None and len(nodes.nodes) == 1 and announce is not None:
         name = settings.collective

@@ -174,6 +174,12 @@ CONFLICTS = (
         (_collective(lambda row: row.conserves),),
     ),
     UPDATES,
+    Conflict(
+        Some("integrity", _is("checksum"), "integrity='checksum'"),
+        "verifies messages before they are decoded: sums of an all-reduce are none, and where workers fill buffers at "
+        "their own pace a damaged message does not say how many follow",
+        (_collective(lambda row: row.choice != "allreduce"), _NO_STREAM),
+    ),
 )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice
+from lightning_safusion.comm.transport.interface import DamagedMessageError
 from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.ending.base import Ending, Outcome
 from lightning_safusion.fusion.ending.device import DeviceEnding
@@ -261,13 +262,18 @@ class Engine:
 
         Raises:
             WorkerLostError: If a peer is lost (with the buffer's tensors).
+            DamagedMessageError: On all ranks, if a checksum is not that of its message.
             RuntimeError: If a rank could not fill its message.
         """
         window = self._window
         if window is None or not window.backward.complete:
             raise RuntimeError(f"drain needs a complete window; tensors not seen: {', '.join(self.missing()[:20])}")
         self._window = None
-        outcome, backward = window.end(), window.backward
+        try:
+            outcome, backward = window.end(), window.backward
+        except DamagedMessageError:
+            self.reset()  # what exchanges have learned in it may differ between ranks
+            raise
         self._hear(outcome)
         self.steps.exchanged(self._exchanged(backward))
         if not outcome.good:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_safusion.comm.catalogue import AUTO_SHARDED, Collective, find_collective, shards_pay
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
@@ -22,6 +22,9 @@ from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.momentum import DGCMemory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
 from lightning_safusion.sparsify.selection.units import SelectBy
+
+#: How damage of messages is noticed.
+Integrity: TypeAlias = Literal["checksum"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class EngineSettings:
         offload: Select from tensors on a thread of the host where that delays nothing.
         select_by: Units in which elements are compared: ``"gradient"``, ``"update"`` (how far the optimizer would move
             them), or ``"auto"``.
+        integrity: ``"checksum"``: messages have one, and damaged ones are refused; None: they have none.
 
     Raises:
         ValueError: If a choice is unknown, or two do not go together.
@@ -58,11 +62,14 @@ class EngineSettings:
     own_buffers: bool = False
     offload: bool = False
     select_by: SelectBy = "gradient"
+    integrity: Integrity | None = None
 
     def __post_init__(self) -> None:
         check_name("scope", self.scope, get_args(Scope))
         check_name("quota", self.quota, get_args(QuotaRule))
         check_name("select_by", self.select_by, get_args(SelectBy))
+        if self.integrity is not None:
+            check_name("integrity", self.integrity, get_args(Integrity))
         if not isinstance(self.offload, bool):
             raise TypeError(f"offload must be True or False, got {self.offload!r}")
         for conflict in CONFLICTS:

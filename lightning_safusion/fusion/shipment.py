@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_safusion.comm.exchange import Notice, Part, Verdict, all_finite
-from lightning_safusion.comm.transport.interface import Work, WorkerLostError, comes_of_a_loss
+from lightning_safusion.comm.transport.interface import DamagedMessageError, Work, WorkerLostError, comes_of_a_loss
 from lightning_safusion.comm.transport.lockstep import OutOfStepError
 from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.buffers import Buffer
@@ -50,6 +50,7 @@ class Shipment:
         self.verdict: Verdict | None = None  #: on the flags of all ranks, once the host has read them
         #: bool [T], once the host has read the messages: finite on all ranks, and so is the mean. None: all are.
         self.sound: np.ndarray | None = None
+        self.damaged: list[int] = []  #: ranks whose messages were damaged on their way to this one, by their checksums
         self.repaired: list[int] = []  #: tensors that were averaged again, uncompressed
         self.rounding: list[Rounding] = []  #: what narrow gradients cannot hold of the means
         #: A range ``SAFusion::<part>`` in the traces of ``torch.profiler``.
@@ -188,6 +189,8 @@ class Shipment:
             return self.work is None or not exchange.ability.phases or exchange.advance(wait)
         except Exception as error:
             raise self._failed(error) from error
+        finally:
+            self.damaged += exchange.transport.take_damage()
 
     def wait(self) -> None:
         """Waits for the collective; a second call returns at once.
@@ -198,12 +201,15 @@ class Shipment:
         if self.work is None:
             return
         self.awaited = self.backward.mark()
+        exchange = self.buffer.exchange
         try:
             self.work.wait()
         except Exception as error:
             raise self._failed(error) from error
+        finally:
+            self.damaged += exchange.transport.take_damage()
         self.arrived = self.backward.mark()
-        if self.buffer.exchange.transport.stream_ordered:
+        if exchange.transport.stream_ordered:
             self.finished = self.arrived  # no later than this: the backend only tells when it was queued
         self.work = None
 
@@ -350,7 +356,8 @@ class Shipment:
         """An error of the exchange, with the buffer's tensors."""
         if isinstance(error, OutOfStepError):
             return error
-        kind = WorkerLostError if comes_of_a_loss(error) else RuntimeError
+        kind = DamagedMessageError if isinstance(error, DamagedMessageError) else RuntimeError
+        kind = WorkerLostError if comes_of_a_loss(error) else kind
         rank, step = self.buffer.exchange.transport.rank, self.backward.step
         return kind(f"rank {rank}: the exchange of the buffer with {self.buffer.title} failed in step {step}: {error}")
 

@@ -183,7 +183,8 @@ class Fit:
     def register(self) -> None:
         """Registers the exchange's hooks on the wrapped model."""
         if (reason := self.choice.plain_ddp) is not None:
-            announce(f"{self.choice.mode.value} is used, because {reason}")
+            unsealed = "" if self._strategy.settings.integrity is None else "; its sums have no checksums"
+            announce(f"{self.choice.mode.value} is used, because {reason}{unsealed}")
         if self.ddp is not None:
             self.exchange.register(self.ddp)
 

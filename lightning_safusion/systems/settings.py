@@ -126,6 +126,7 @@ def engine_settings(
     """
     own = {field.name: getattr(row, field.name) for field in fields(EngineSettings) if hasattr(row, field.name)}
     own |= {"density": density, "fusion": row.policy(), "own_buffers": row.own_buffers and "collective" not in given}
+    own["integrity"] = None  # no system's: what is sent does not depend on it
     chosen = own | {name: value for name, value in given.items() if name in own}
     parts = {name: _RESOLVERS[name](value) if name in _RESOLVERS else value for name, value in chosen.items()}
     if row.name == DEFAULT:

@@ -26,9 +26,13 @@ class WorkerLostError(RuntimeError):
     """Another worker has ended, or does not answer any more."""
 
 
+class DamagedMessageError(RuntimeError):
+    """A message was damaged on its way, as its checksum says; nothing of its window was applied."""
+
+
 def comes_of_a_loss(error: BaseException) -> bool:
     """Whether an error is that of a collective whose process group has failed, and has no name yet."""
-    if isinstance(error, WorkerLostError) or not isinstance(error, RuntimeError):
+    if isinstance(error, WorkerLostError | DamagedMessageError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, _FAILURES) or any(name in str(error) for name in _LIBRARIES)
 
@@ -138,11 +142,13 @@ class Transport(ABC):
         rank: This worker, from 0.
         world_size: Number of workers.
         stream_ordered: On CUDA, :meth:`Work.wait` makes the current stream wait and not the host (NCCL).
+        sealed: Messages have checksums: after a wait, :meth:`take_damage` says which were not whole.
     """
 
     rank: int
     world_size: int
     stream_ordered: bool = False
+    sealed: bool = False
 
     def __deepcopy__(self, memo: object) -> Transport:
         return self  # its workers know of one
@@ -201,6 +207,11 @@ class Transport(ABC):
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         """A communicator among the ranks of this rank's group, in its order. All ranks pass the same groups."""
         raise self._lacks("split")
+
+    def take_damage(self) -> list[int]:
+        """Ranks of the job whose damaged messages this one has waited for, here or in communicators made from this
+        one, since the last call."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

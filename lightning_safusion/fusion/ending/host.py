@@ -13,6 +13,7 @@ from lightning_safusion.comm.exchange import Notice, all_finite
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.ending.base import Ending, Outcome
+from lightning_safusion.fusion.ending.damage import Findings
 from lightning_safusion.fusion.fused import FusedPath, FusedShipment
 from lightning_safusion.fusion.gradients import Scratch, withdraw
 from lightning_safusion.fusion.lanes import HostCopy
@@ -50,9 +51,7 @@ class HostEnding(Ending):
         if backward.wary:
             self._copy_if_bad(backward, shipments)
         good = True
-        for shipment in shipments:
-            shipment.wait()
-            shipment.decode(self._scratch)
+        self._decode(backward, shipments)
         for shipment in shipments:
             good &= shipment.judge()
             if (verdict := shipment.verdict) is not None:
@@ -74,6 +73,23 @@ class HostEnding(Ending):
             if good and not isinstance(shipment, FusedShipment):
                 shipment.commit()
         return Outcome(backward, shipments, good, notices)
+
+    def _decode(self, backward: BackwardPass, shipments: Sequence[Shipment]) -> None:
+        """Waits for all messages and writes the means; where messages have checksums, all ranks agree on these before
+        anything leaves the residual.
+
+        Raises:
+            DamagedMessageError: On all ranks, if a message was damaged on its way to one.
+        """
+        findings, damaged = Findings(shipments, self._transport), False
+        for shipment in shipments:
+            shipment.wait()
+            damaged |= bool(shipment.damaged)
+            if shipment is shipments[-1] and self._space.transport.sealed:
+                findings.share()  # under way while the last buffer is decoded
+            if not damaged:
+                shipment.decode(self._scratch)
+        findings.check(backward.step)
 
     def _copy_if_bad(self, backward: BackwardPass, shipments: Sequence[Shipment]) -> None:
         """Copies this rank's gradients where some tensor is not finite: means take their places, and they may have to

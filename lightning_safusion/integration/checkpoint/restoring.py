@@ -18,8 +18,8 @@ from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.momentum import AutoEF21Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory
 
-# Neither plan nor measured costs depend on the first; the engine notices a change of the second.
-_NOT_PLANNED_WITH = ("memory", "density", "select_by", "quota")
+# Neither plan nor measured costs depend on the first and the last; the engine notices a change of the second.
+_NOT_PLANNED_WITH = ("memory", "density", "select_by", "quota", "integrity")
 _NONCE = re.compile("[0-9a-f]+")  # it is a part of file names
 _ENGINE_KEYS = ("windows", "density", "tensors", "order_known", "planner")
 _SHOWN = 8

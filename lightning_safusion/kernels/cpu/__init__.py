@@ -8,6 +8,7 @@ next ones (``empty``); ``release`` gives it back.
 """
 # ruff: noqa: F401 - the names of the room
 
+from lightning_safusion.kernels.cpu.checksum import crc32c
 from lightning_safusion.kernels.cpu.elements import (
     MOST_ELEMENTS,
     Added,
@@ -24,7 +25,17 @@ from lightning_safusion.kernels.cpu.elements import (
     tail,
     weigh,
 )
-from lightning_safusion.kernels.cpu.library import FLOAT32, Parts, rearranged, release, serves, unused, usable, zeros
+from lightning_safusion.kernels.cpu.library import (
+    FLOAT32,
+    Parts,
+    empty,
+    rearranged,
+    release,
+    serves,
+    unused,
+    usable,
+    zeros,
+)
 from lightning_safusion.kernels.cpu.messages import (
     Codes,
     EliasFano,

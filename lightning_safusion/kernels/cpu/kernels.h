@@ -12,7 +12,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define VERSION 17 /* of the functions and their arguments; library.py has the same number */
+#define VERSION 18 /* of the functions and their arguments; library.py has the same number */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = 17  # of the compiled functions and their arguments, as in kernels.h: setup.py names the library after it
+VERSION = 18  # of the compiled functions and their arguments, as in kernels.h: setup.py names the library after it
 _PART = 1 << 20  # elements of a part
 _SHARED = 1 << 18  # elements that are worth another thread
 _LARGE = 1 << 18  # bytes of an array whose memory is kept
@@ -42,6 +42,7 @@ _KINDS = {"a": _Array, "p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_
 _RETURNING = {
     "add": "ppppfapaaipippaaia",
     "add_message": "aifa",
+    "crc32c": "aii",
     "elias_fano": "aiiiaiiiaiaiai",
     "survey": "aaaipippaaia",
     "keep_above": "aaaaia",
