@@ -9,13 +9,15 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_safusion.callbacks.base import StrategyCallback, check_every
@@ -48,7 +50,10 @@ class ReplicaConsistencyCheck(StrategyCallback):
         every_n_steps: Optimizer steps from one check to the next.
         optimizer_state: Also compare the state of the optimizers; not with one that is sharded over ranks.
         buffers: Also compare the buffers of the model.
-        action: ``"raise"`` ends training on all ranks, ``"warn"`` continues it.
+        action: ``"raise"`` ends training on all ranks, ``"warn"`` continues it. ``"heal"`` warns, and copies the
+            parameters, the buffers and the optimizers' state of rank 0 to all ranks, whatever is compared: bitwise
+            equal replicas go on from there. Rank 0 may be the one that is wrong: look where the warning says. What DDP
+            is told to ignore stays, and the state of a ``ZeroRedundancyOptimizer``, of which each rank has a part.
 
     Attributes:
         checks: Number of checks in this fit.
@@ -68,9 +73,9 @@ class ReplicaConsistencyCheck(StrategyCallback):
         every_n_steps: int = 500,
         optimizer_state: bool = False,
         buffers: bool = False,
-        action: Literal["raise", "warn"] = "raise",
+        action: Literal["raise", "warn", "heal"] = "raise",
     ) -> None:
-        check_name("action", action, ("raise", "warn"))
+        check_name("action", action, ("raise", "warn", "heal"))
         self.every_n_steps = check_every(every_n_steps)
         self.optimizer_state = optimizer_state
         self.buffers = buffers
@@ -113,6 +118,9 @@ class ReplicaConsistencyCheck(StrategyCallback):
         text = f"The replicas differ after step {trainer.global_step}: {_describe(difference, distance)}."
         if self.action == "raise":
             raise RuntimeError(text)
+        if self.action == "heal":
+            _heal(trainer, module)
+            text += " Parameters, buffers and optimizer state of rank 0 have been copied to all ranks."
         rank_zero_warn(text)
 
     def _tensors(self, trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, Tensor]]:
@@ -120,15 +128,79 @@ class ReplicaConsistencyCheck(StrategyCallback):
         for param, name in kept.items():
             yield f"parameter {name}", param
         if self.buffers:
-            ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-            for name, buffer in module.named_buffers():
-                if name not in ignored:
-                    yield f"buffer {name}", buffer
+            for name, buffer in _buffers(module):
+                yield f"buffer {name}", buffer
         if self.optimizer_state:
             for place, optimizer in enumerate(trainer.optimizers):
                 for param, state in optimizer.state.items():
                     if param in kept:
                         yield from _state(f"of {kept[param]} in optimizer {place}", state)
+
+
+def _buffers(module: LightningModule) -> list[tuple[str, Tensor]]:
+    """The buffers that DDP is not told to ignore."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return [(name, buffer) for name, buffer in module.named_buffers() if name not in ignored]
+
+
+@torch.no_grad()
+def _heal(trainer: Trainer, module: LightningModule) -> None:
+    """Copies what rank 0 has to all ranks. Collective."""
+    device, params = trainer.strategy.root_device, managed(module)
+    for _, tensor in [*params, *_buffers(module)]:
+        _copy_first(tensor, device)
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            continue
+        # tensors without their elements, which follow: a rank may lack some, or have others
+        said: list[Any] = [[_outline(optimizer.state.get(param, {})) for _, param in params]]
+        dist.broadcast_object_list(said, src=0, device=device)
+        for (_, param), outline in zip(params, said[0], strict=True):
+            _follow(optimizer, param, outline, device)
+
+
+def _outline(state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state, with shape, dtype and device type in the place of each tensor."""
+    return {key: _traits(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+class _Outline(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+def _traits(tensor: Tensor) -> _Outline:
+    return _Outline(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+
+def _follow(optimizer: Optimizer, param: Tensor, outline: dict[str, Any], device: torch.device) -> None:
+    """Makes the state of a parameter that of rank 0; tensors that fit stay where they are."""
+    if not outline:
+        optimizer.state.pop(param, None)
+        return
+    before, state = dict(optimizer.state.get(param, {})), {}
+    for key, value in outline.items():
+        own = before.get(key)
+        if isinstance(value, _Outline):
+            if not isinstance(own, Tensor) or _traits(own) != value:
+                place = param.device if value.device == param.device.type else torch.device(value.device)
+                own = torch.empty(value.shape, dtype=value.dtype, device=place)
+            _copy_first(own, device)
+        state[key] = own if isinstance(value, _Outline) else value
+    optimizer.state[param] = state
+
+
+def _copy_first(tensor: Tensor, device: torch.device) -> None:
+    """Copies a tensor of rank 0, bit for bit, into that of all ranks. Collective."""
+    flat = flat_reals(tensor)
+    sent = flat.view(torch.uint8).to(device, copy=True)  # bytes: not every backend sends every dtype
+    if len(sent):
+        dist.broadcast(sent, src=0)
+        reals = sent.view(flat.dtype).to(tensor.device)
+        # complex elements are pairs of reals
+        whole = torch.view_as_complex(reals.view(-1, 2)) if tensor.is_complex() else reals
+        tensor.copy_(whole.view(tensor.shape))
 
 
 def _state(owner: str, state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -80,7 +80,7 @@ def test_another_strategy_is_refused(callback: Callback, does: str) -> None:
             "record_steps must be 1 to every_n_steps = 5, got 6",
         ),
         (ReplicaConsistencyCheck, {"every_n_steps": 0}, "every_n_steps must be 1 or more, got 0"),
-        (ReplicaConsistencyCheck, {"action": "stop"}, "unknown action 'stop'. Choose one of 'raise', 'warn'"),
+        (ReplicaConsistencyCheck, {"action": "stop"}, "unknown action 'stop'. Choose one of 'raise', 'warn', 'heal'"),
         (TensorMissingRateMonitor, {"every_n_steps": 0}, "every_n_steps must be 1 or more, got 0"),
         (TensorMissingRateMonitor, {"worst": -1}, "worst is a number of rows, 0 or more, got -1"),
         (TensorMissingRateMonitor, {"columns": 3}, "even number, 2 or more, got 3"),

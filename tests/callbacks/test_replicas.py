@@ -1,8 +1,8 @@
 """ReplicaConsistencyCheck in real trainings in which one rank changes something by itself.
 
 Covers: equal replicas with every system, precision and dtype; the tensor and the ranks are named, and all ranks raise;
-    warnings; optimizer state and buffers on request; NaNs; state that one rank lacks; the check at the end; a process
-    alone.
+    warnings; healing; optimizer state and buffers on request; NaNs; state that one rank lacks; the check at the end; a
+    process alone.
 """
 
 from __future__ import annotations
@@ -153,6 +153,32 @@ def test_training_continues_after_a_warning() -> None:
     assert error is None
     assert checks == others == 4
     assert [text.split(":")[0] for text in texts] == [f"The replicas differ after step {step}" for step in (4, 6, 8)]
+
+
+def test_healed_replicas_are_equal_to_the_last_bit() -> None:
+    def change(trainer: Trainer, model: Any) -> None:
+        model.net[0].bias += 1
+        model.phase[3] += 1j
+        model.norm.running_var += 1
+        states = trainer.optimizers[0].state
+        states[model.net[3].bias]["momentum_buffer"][0] += 1
+        del states[model.temperature]
+
+    def each(rank: int) -> Any:
+        heals = ReplicaConsistencyCheck(every_n_steps=1, optimizer_state=True, action="heal")
+        looks = ReplicaConsistencyCheck(every_n_steps=3, optimizer_state=True, buffers=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            # one after the other: a difference that is left would be an error
+            error = fit(looks, Break(change), heals, model=Everything(), limit_train_batches=3)
+        return error, looks.checks, [str(w.message) for w in caught if "replicas differ" in str(w.message)]
+
+    (error, checks, texts), (other, *_) = run_launched(2, each)
+    assert error is other is None
+    assert checks == 1
+    (text,) = texts
+    assert text.startswith("The replicas differ after step 3: parameter phase on rank 1 is not that of rank 0")
+    assert text.endswith("of rank 0 have been copied to all ranks.")
 
 
 def test_optimizer_state_and_buffers_are_compared_on_request() -> None:
