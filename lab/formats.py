@@ -92,7 +92,8 @@ def seconds(values: str, density: float, repetitions: int) -> dict[str, tuple[fl
         memory = torch.zeros(2, codec.nbytes, dtype=torch.uint8)
         for selection, message in zip(selections, memory, strict=True):
             codec.encode(selection, message)
-        mean = partial(native.mean_into, gradients, native.Parts.between(edges), partial(decoded, codec, memory), 0.5)
+        entries = partial(decoded, codec, memory)
+        mean = partial(native.mean_by_pieces, gradients, native.Parts.between(edges), entries, 0.5, numel)
         calls[layout] = partial(codec.outbox(memory[0]), selections[0], False), mean
     taken: dict[str, list[tuple[float, float]]] = {layout: [] for layout in LAYOUTS}
     for _ in range(repetitions):
@@ -104,10 +105,11 @@ def seconds(values: str, density: float, repetitions: int) -> dict[str, tuple[fl
     }
 
 
-def decoded(codec: Codec, memory: Tensor, start: int, stop: int) -> list[native.Message]:
+def decoded(codec: Codec, memory: Tensor, start: int, stop: int) -> native.Together[native.Message]:
     """Messages as compiled kernels read them: as they are where they can."""
-    inbox = codec.inbox(memory)
-    return [native.Message.decoded(*codec.reader(each)(start, stop)) for each in memory] if inbox is None else inbox()
+    if (inbox := codec.inbox(memory)) is not None:
+        return inbox()
+    return native.Together([native.Message.decoded(*codec.reader(each)(start, stop)) for each in memory])
 
 
 def timed(work: Callable[[], object]) -> float:

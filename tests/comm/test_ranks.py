@@ -85,16 +85,15 @@ def test_compiled_kernels_read_and_write_several_messages(capacity: int) -> None
     codec, positions = codec_of(TINY, capacity), drawn(TINY, capacity)
     memory = torch.full((2, codec.nbytes), 255, dtype=torch.uint8)
     outgoing = [codec.outgoing(message) for message in memory]
-    known = [message for message in outgoing if message is not None]
+    known = native.Together([message for message in outgoing if message is not None])
     both = positions.repeat(2)
-    sent = native.write_messages(both.numpy(), np.ones(len(both), np.float32), np.full(2, capacity), known)
-    assert sent is not None
+    assert native.write_messages(both.numpy(), np.ones(len(both), np.float32), np.full(2, capacity), known)
     message = written(codec, positions)
     assert all(torch.equal(each, message) for each in memory)
     read = codec.inbox(memory)
     assert read is not None
     mean = torch.zeros(TINY[-1])
-    assert native.mean_into([mean], Parts.between([0, TINY[-1]]), lambda start, stop: read(), 0.5)
+    assert native.mean_into([mean], Parts.between([0, TINY[-1]]), read(), 0.5)
     indices, values = codec.decode(message)
     assert torch.equal(mean, torch.zeros_like(mean).index_add_(0, indices, values))
 
@@ -104,7 +103,7 @@ def read_regions(codec: EliasFanoCodec, message: Tensor, compiled: bool) -> None
     if compiled:
         inbox = codec.inbox(message[None])
         assert inbox is not None
-        native.mean_into([torch.zeros(LONG[-1])], Parts.between(LONG), lambda start, stop: inbox(), 1.0)
+        native.mean_into([torch.zeros(LONG[-1])], Parts.between(LONG), inbox(), 1.0)
         return
     read, length = codec.reader(message), 512 << codec.low
     for start in range(0, LONG[-1], length):

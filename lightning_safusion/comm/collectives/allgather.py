@@ -55,6 +55,7 @@ class SparseAllGather(StreamOrderedExchange):
         self._received = torch.zeros(self.bytes_sent * workers, dtype=torch.uint8, device=device)
         self._flags, self._notices = self._send[:tensors], self._send[tensors]
         self._lanes = self._lane_views(self._send)
+        self._exact_lanes = all(dtype == torch.float32 for _, _, dtype in spec.dense_runs)
         messages = self._received.view(workers, self.bytes_sent)
         self._messages = list(messages.unbind())
         self._received_lanes = [self._lane_views(message) for message in self._messages]
@@ -62,7 +63,7 @@ class SparseAllGather(StreamOrderedExchange):
         on_host = device.type == "cpu"
         self._write = None if codec is None else codec.outbox(self._send[self._selection])
         self._inbox = codec.inbox(messages[:, self._selection]) if codec is not None and on_host else None
-        self._read: list[native.Message] = []  # of this window, where compiled kernels have read them
+        self._read: native.Together[native.Message] | None = None  # of this window, by compiled kernels
         # On the host the message can be read again: entries take several times its bytes. On an accelerator that would
         # be more launches.
         self._reads_again = codec is not None and on_host
@@ -122,7 +123,7 @@ class SparseAllGather(StreamOrderedExchange):
                 self._sent = (spread(selection.indices, selection.count), values)
 
     def start(self) -> Work:
-        self._read = []
+        self._read = None
         return self.transport.all_gather(self._received, self._send)
 
     def decode(self, scratch: Tensor) -> Tensor:
@@ -141,26 +142,26 @@ class SparseAllGather(StreamOrderedExchange):
         return scratch
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
-        if not native.serves(*gradients) or any(dtype != torch.float32 for _, _, dtype in self.spec.dense_runs):
+        if not self._exact_lanes or not native.serves(*gradients):
             return None
         scale, finite = 1.0 / self.transport.world_size, True
         if self.codec is not None:
             tensors, parts = self._sparse_parts
             sparse = gradients if len(tensors) == len(gradients) else [gradients[t] for t in tensors]
             if self._inbox is None:
-                finite = native.mean_into(sparse, parts, partial(self._decoded, self.codec), scale, self._piece)
+                finite = native.mean_by_pieces(sparse, parts, partial(self._decoded, self.codec), scale, self._piece)
             else:
-                messages = self._read = self._inbox()
-                finite = native.mean_into(sparse, parts, lambda start, stop: messages, scale)
+                self._read = self._inbox()
+                finite = native.mean_into(sparse, parts, self._read, scale)
         if self._lanes:
             tensors, parts, lanes = self._dense_parts
             dense = gradients if len(tensors) == len(gradients) else [gradients[t] for t in tensors]
-            finite &= native.mean_into(dense, parts, lambda start, stop: lanes, scale)
+            finite &= native.mean_into(dense, parts, lanes, scale)
         return finite
 
-    def _decoded(self, codec: Codec, start: int, stop: int) -> list[native.Message]:
+    def _decoded(self, codec: Codec, start: int, stop: int) -> native.Together[native.Message]:
         readers = [codec.reader(message[self._selection]) for message in self._messages]
-        return [native.Message.decoded(*read(start, stop)) for read in readers]
+        return native.Together([native.Message.decoded(*read(start, stop)) for read in readers])
 
     @cached_property
     def _piece(self) -> int:
@@ -172,22 +173,22 @@ class SparseAllGather(StreamOrderedExchange):
         return self.spec.sparse_parts(self._piece)
 
     @cached_property
-    def _dense_parts(self) -> tuple[list[int], native.Parts, list[native.Message]]:
+    def _dense_parts(self) -> tuple[list[int], native.Parts, native.Together[native.Message]]:
         """Dense tensors, where they lie in a message of float32 numbers, and the messages of all ranks as such."""
         edges, tensors = np.asarray(self.spec.edges, np.int64), np.array(self.spec.dense_tensors, np.int64)
         firsts = np.array([first for first, _, _ in self.spec.dense_runs], np.int64)
         runs = firsts.searchsorted(edges[tensors], side="right") - 1
         starts = np.array(self._offsets)[1:-1][runs] // 4 + edges[tensors] - firsts[runs]
         messages = [native.Message.dense(message.view(torch.float32)) for message in self._messages]
-        return tensors.tolist(), native.Parts.of(starts, np.diff(edges)[tensors]), messages
+        return tensors.tolist(), native.Parts.of(starts, np.diff(edges)[tensors]), native.Together(messages)
 
     def sent(self) -> tuple[Tensor, Tensor]:
         return self.codec.decode(self._send[self._selection]) if self._reads_again and self.codec else self._sent
 
     def sent_message(self) -> native.Message | None:
-        if not self._read and self._inbox is not None and native.usable():
+        if self._read is None and self._inbox is not None and native.usable():
             self._read = self._inbox()
-        return self._read[self.transport.rank] if self._read else None
+        return None if self._read is None else self._read.messages[self.transport.rank]
 
     def sent_dense(self, start: int, stop: int, x: Tensor) -> Tensor:
         dtype = next(d for a, b, d in self.spec.dense_runs if a <= start and stop <= b)

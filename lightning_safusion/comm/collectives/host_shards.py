@@ -37,7 +37,7 @@ class HostRoutes(Routes):
         self._room = np.array([receiver.codec.capacity for receiver in receivers], np.int64)
         outgoing = [receiver.codec.outgoing(receiver.memory) for receiver in receivers]
         known = [each for each in outgoing if each is not None]
-        self._outgoing = known if len(known) == len(outgoing) else None
+        self._outgoing = native.Together(known) if len(known) == len(outgoing) else None
 
     def send(self, selection: Selection) -> list[Entries]:
         count = int(selection.count)
@@ -52,8 +52,8 @@ class HostRoutes(Routes):
     def _written(self, positions: np.ndarray, values: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Writes every byte of all messages, each with so many entries; float32 [K], the values as decoded."""
         if self._outgoing is not None and native.usable():
-            sent = native.write_messages(positions, values, counts, self._outgoing)
-            if sent is not None:
+            sent = native.empty(len(positions), np.float32)
+            if native.write_messages(positions, values, counts, self._outgoing, sent):
                 return sent
         parts = zip(*(torch.from_numpy(each).split(counts.tolist()) for each in (positions, values)), strict=True)
         coded = [
@@ -113,8 +113,7 @@ class HostShard(Shard):
     def summed(self) -> Tensor:
         if self._inbox is None or not len(self._messages) or not native.serves(self._held):
             return super().summed()
-        messages = self._inbox()
-        native.mean_into(self._pieces_of_sums, self._in_span, lambda start, stop: messages, 1.0)
+        native.mean_into(self._pieces_of_sums, self._in_span, self._inbox(), 1.0)
         return self._sums
 
     def largest(self, sums: Tensor, units: SpanUnits | None) -> Entries:

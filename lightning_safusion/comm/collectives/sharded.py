@@ -138,8 +138,8 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     @cached_property
-    def _inboxes(self) -> tuple[list[Inbox], list[native.Message]] | None:
-        """The messages of all owners, and how compiled kernels read them; None if they cannot."""
+    def _inboxes(self) -> tuple[list[Inbox], native.Together[native.Message]] | None:
+        """The messages of all owners, and how compiled kernels that are there read them; None if they cannot."""
         if self.device.type != "cpu":
             return None
         pairs = zip(self.delivered, self.gathered_sums, strict=True)
@@ -147,7 +147,7 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
         known = [inbox for inbox in found if inbox is not None]
         if len(known) < len(found):
             return None
-        return known, [message for inbox in known for message in inbox()]
+        return known, native.Together([message for inbox in known for message in inbox().messages])
 
     def _read_headers(self) -> Tensor:
         return torch.cat(self._received_headers)
@@ -255,7 +255,7 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
         return scratch
 
     def decode_into(self, gradients: Sequence[Tensor]) -> bool | None:
-        if self._inboxes is None or not native.serves(*gradients) or self.lane.dtype != torch.float32:
+        if not native.serves(*gradients) or self._inboxes is None or self.lane.dtype != torch.float32:
             return None
         inboxes, messages = self._inboxes
         if not native.sound(messages):
@@ -263,16 +263,16 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
                 inbox()  # says what is wrong
         (sparse, places), (dense, lanes, means) = self._sparse_parts, self._dense_parts
         scale = 1.0 / self.transport.world_size
-        finite = native.mean_into([gradients[t] for t in sparse], places, lambda start, stop: messages, scale)
-        return finite & native.mean_into([gradients[t] for t in dense], lanes, lambda start, stop: means, 1.0)
+        finite = native.mean_into([gradients[t] for t in sparse], places, messages, scale)
+        return finite & native.mean_into([gradients[t] for t in dense], lanes, means, 1.0)
 
     @cached_property
     def _sparse_parts(self) -> tuple[list[int], native.Parts]:
         return self.spec.sparse_parts()
 
     @cached_property
-    def _dense_parts(self) -> tuple[list[int], native.Parts, list[native.Message]]:
+    def _dense_parts(self) -> tuple[list[int], native.Parts, native.Together[native.Message]]:
         """Dense tensors, where they lie in the lane, and the means there (float32)."""
         dense, lanes = self.spec.dense_tensors, np.asarray(self.lane.spec.edges)
         places = native.Parts.of(lanes[:-1][dense], np.diff(lanes)[dense])
-        return dense, places, [native.Message.dense(self.lane.decode(self._nothing.values))]
+        return dense, places, native.Together([native.Message.dense(self.lane.decode(self._nothing.values))])

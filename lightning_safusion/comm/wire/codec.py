@@ -19,8 +19,8 @@ from lightning_safusion.sparsify.base import Selection
 
 #: Gives ascending positions (int64 [K]) and values (float32 [K]) of a message in the elements ``[start, stop)``.
 Reader: TypeAlias = Callable[[int, int], tuple[Tensor, Tensor]]
-#: Gives the messages of all ranks as compiled kernels read them; they hold until the next call.
-Inbox: TypeAlias = Callable[[], list[native.Message]]
+#: Gives the messages of all ranks, as compiled kernels that are there read them; they hold until the next call.
+Inbox: TypeAlias = Callable[[], native.Together[native.Message]]
 #: Writes a selection; see :meth:`Codec.encode`.
 Outbox: TypeAlias = Callable[[Selection, bool], Tensor]
 
@@ -154,16 +154,16 @@ class Codec(ABC):
     def outbox(self, memory: Tensor) -> Outbox:
         """Writes messages into uint8 [nbytes] (4-byte aligned), again in every step: views of it are made once."""
         self._check(memory)
-        fields, outgoing = self._fields(memory), self.outgoing(memory) if memory.is_cpu else None
+        fields, one = self._fields(memory), self.outgoing(memory) if memory.is_cpu else None
+        outgoing = None if one is None else native.Together([one])
 
         def write(selection: Selection, echo: bool) -> Tensor:
             positions, values = selection.positions, selection.values
             exact = isinstance(selection.count, int) and selection.count == len(positions)
             if outgoing is not None and exact and native.serves(positions, values):
-                count = np.array([len(positions)])
-                sent = native.write_messages(positions.numpy(), values.numpy(), count, [outgoing])
-                if sent is not None:
-                    return torch.from_numpy(sent)
+                count, sent = np.array([len(positions)]), native.empty(len(positions), np.float32) if echo else None
+                if native.write_messages(positions.numpy(), values.numpy(), count, outgoing, sent):
+                    return values if sent is None else torch.from_numpy(sent)
             return self._encode(selection, fields, echo)
 
         return write

@@ -259,10 +259,12 @@ class EliasFanoCodec(Codec):
             known.append(native.Message.elias_fano(arrays, self._described, self.low, self.capacity, codes))
         ranks = fields[0].numpy().view(self._rank)[:, :regions]
 
-        def read() -> list[native.Message]:
-            if not (native.usable() and native.sound(known)):
+        together = native.Together(known)
+
+        def read() -> native.Together[native.Message]:
+            if not native.sound(together):
                 self._checked(ranks.astype(np.int64))  # says what is wrong
-            return known
+            return together
 
         return read
 

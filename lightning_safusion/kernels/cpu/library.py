@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -54,7 +53,7 @@ _RETURNING = {
     "share": "aaaiiaaaa",
     "sound": "ai",
     "values": "aiaiiaiaa",
-    "write": "aiaaaia",
+    "write": "aiaaaip",
 }
 _OTHERS = {
     "follow": "aaaaai",
@@ -163,8 +162,8 @@ class Parts(NamedTuple):
 
 def shared(work: Callable[[int, int], Any], sizes: np.ndarray) -> list[Any]:
     """Calls ``work(first, last)`` for shares of parts of these sizes, on as many threads as PyTorch uses if it pays."""
-    threads = 1 if len(sizes) < 2 else min(torch.get_num_threads(), len(sizes), 1 + int(sizes.sum()) // _SHARED)
-    if threads <= 1:
+    threads = min(torch.get_num_threads(), len(sizes))
+    if threads <= 1 or (threads := min(threads, 1 + int(sizes.sum()) // _SHARED)) <= 1:
         return [work(0, len(sizes))]
     ends = sizes.cumsum()
     cuts = [0, *ends.searchsorted(ends[-1] * np.arange(1, threads) / threads).tolist(), len(sizes)]
@@ -240,15 +239,19 @@ def empty(length: int, dtype: type) -> np.ndarray:
     if size < _LARGE:
         return np.empty(length, dtype)
     with _lock:
-        free = sorted((block for block in _blocks if block.array() is None), key=attrgetter("size"))
-        block = next((block for block in free if block.size >= size), None)
-        if block is None:
-            if free:
-                _blocks.remove(free[-1])
-            block = _Block(1 << (size - 1).bit_length())
-            _blocks.append(block)
-        array: np.ndarray = np.frombuffer(block.memory, dtype, length)
-        block.array = ref(array)
+        best = largest = None
+        for block in _blocks:
+            if block.array() is None:
+                largest = block if largest is None or block.size >= largest.size else largest
+                if block.size >= size and (best is None or block.size < best.size):
+                    best = block
+        if best is None:
+            if largest is not None:
+                _blocks.remove(largest)
+            best = _Block(1 << (size - 1).bit_length())
+            _blocks.append(best)
+        array: np.ndarray = np.frombuffer(best.memory, dtype, length)
+        best.array = ref(array)
     return array
 
 

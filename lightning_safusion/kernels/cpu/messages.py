@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +14,7 @@ from lightning_safusion.kernels.fields import Encoded, Positions
 
 _NONE, _NO_SCALES = np.empty(0, np.int64), np.empty(0, np.uint16)
 _PAST_CACHES = 1 << 18  # elements that have left the caches by the time that they are read
+_DAMAGED = "a message's positions do not ascend, or are not those of its tensors: it is damaged"
 
 
 class Codes(NamedTuple):
@@ -84,22 +86,14 @@ def at(array: np.ndarray) -> int:
     return address
 
 
-def mean_into(
-    grads: Sequence[Tensor],
-    parts: Parts,
-    read: Callable[[int, int], Sequence[Message]],
-    scale: float,
-    piece: int | None = None,
-) -> bool:
+def mean_into(grads: Sequence[Tensor], parts: Parts, messages: Together[Message], scale: float) -> bool:
     """Writes sums of scaled entries, added in the order of ranks, and zeros everywhere else.
 
     Args:
         grads: float32, contiguous, not empty: tensors that follow each other in a span.
         parts: Where they belong in it.
-        read: Gives the entries of all ranks' messages in the elements ``[start, stop)``, or more; called by several
-            threads at once.
+        messages: Of all ranks.
         scale: Factor on the values.
-        piece: Elements of the span whose entries are read together, where reading takes memory; None reads all.
 
     Returns:
         Whether all sums are finite.
@@ -109,35 +103,49 @@ def mean_into(
     """
     if not grads:
         return True
+    return all(shared(partial(_mean, parts.addresses(grads), parts, messages, scale), parts.sizes))
+
+
+def mean_by_pieces(
+    grads: Sequence[Tensor], parts: Parts, read: Callable[[int, int], Together[Message]], scale: float, piece: int
+) -> bool:
+    """:func:`mean_into` where reading messages takes memory.
+
+    Args:
+        grads, parts, scale: See there.
+        read: Gives the entries of all ranks' messages in the elements ``[start, stop)``, or more; called by several
+            threads at once.
+        piece: Elements of the span whose entries are read together.
+    """
+    if not grads:
+        return True
     addresses, ends = parts.addresses(grads), parts.starts + parts.sizes
-    past_caches = int(parts.sizes.sum() > _PAST_CACHES)
 
     def write(low: int, high: int) -> bool:
         finite = True
         while low < high:
-            stop = high
-            if piece is not None:
-                stop = max(low + 1, min(high, int(ends.searchsorted(parts.starts[low] + piece, side="right"))))
+            stop = max(low + 1, min(high, int(ends.searchsorted(parts.starts[low] + piece, side="right"))))
             messages = read(int(parts.starts[low]), int(ends[stop - 1]))
-            described = _together(messages)
-            runs = addresses[low:stop], parts.starts[low:stop], parts.sizes[low:stop], stop - low
-            result = kernels().safusion_mean(*runs, described, len(messages), scale, past_caches)
-            check_sound(result >= 0)
-            finite &= bool(result)
+            finite &= _mean(addresses, parts, messages, scale, low, stop)
             low = stop
         return finite
 
     return all(shared(write, parts.sizes))
 
 
-def _together(messages: Sequence[Message] | Sequence[Outgoing]) -> np.ndarray:
-    """int64 [M * 14 or 17], what C is told of several messages."""
-    return np.concatenate([_NONE, *(message.described for message in messages)])
+def _mean(addresses: np.ndarray, parts: Parts, messages: Together[Message], scale: float, low: int, high: int) -> bool:
+    """:func:`mean_into` for the parts from ``low`` to before ``high``; ``addresses``: int64 [P]."""
+    runs = addresses[low:high], parts.starts[low:high], parts.sizes[low:high], high - low
+    past_caches = int(parts.sizes.sum() > _PAST_CACHES)
+    finite = kernels().safusion_mean(*runs, messages.described, messages.number, scale, past_caches)
+    if finite < 0:
+        raise ValueError(_DAMAGED)
+    return bool(finite)
 
 
-def sound(messages: Sequence[Message]) -> bool:
+def sound(messages: Together[Message]) -> bool:
     """Whether the ranks in messages with Elias and Fano's positions ascend, to as many entries as there is room for."""
-    return bool(kernels().safusion_sound(_together(messages), len(messages)) == len(messages))
+    return bool(kernels().safusion_sound(messages.described, messages.number) == messages.number)
 
 
 def take(x: Tensor, places: np.ndarray) -> np.ndarray:
@@ -154,13 +162,8 @@ def take_out(memory: Tensor, indices: Tensor, sent: Tensor) -> None:
 
 def take_out_message(memory: Tensor, message: Message) -> None:
     """``memory[position] -= value`` for all entries of a message: float32 [D], contiguous; errors as of the mean."""
-    check_sound(bool(kernels().safusion_add_message(message.described, len(memory), -1, memory.numpy())))
-
-
-def check_sound(sound: bool) -> None:
-    """Raises ValueError unless a message is sound."""
-    if not sound:
-        raise ValueError("a message's positions do not ascend, or are not those of its tensors: it is damaged")
+    if not kernels().safusion_add_message(message.described, len(memory), -1, memory.numpy()):
+        raise ValueError(_DAMAGED)
 
 
 def check_entries(number: int, room: int) -> None:
@@ -271,33 +274,55 @@ class Outgoing:
     def __init__(
         self, below: int, runs: np.ndarray, low_bits: int, room: int, fields: EliasFano, codes: Codes, field: np.ndarray
     ) -> None:
-        self._held, self.room = (runs, fields, codes, field), room
+        self._held = runs, fields, codes, field
         ranks, high, low = fields
         places = [at(ranks), ranks.nbytes, at(high), len(high), at(low), len(low)]
         coded = [at(field), len(field), codes.bits, at(codes.scales), at(codes.starts), len(codes.starts)]
         self.described = np.array([below, at(runs), len(runs), low_bits, room, *places, *coded], np.int64)
 
 
+_M = TypeVar("_M", Message, Outgoing)
+
+
+class Together(Generic[_M]):
+    """Several messages that one call reads or writes.
+
+    Args:
+        messages: They stay where they are.
+
+    Attributes:
+        described: int64 [14 or 17 for each], what C is told of them.
+    """
+
+    def __init__(self, messages: Sequence[_M]) -> None:
+        self.messages: Sequence[_M] = messages
+        self.number = len(messages)
+        self.described = np.concatenate([_NONE, *(message.described for message in messages)])
+
+
 def write_messages(
-    positions: np.ndarray, values: np.ndarray, counts: np.ndarray, messages: Sequence[Outgoing]
-) -> np.ndarray | None:
+    positions: np.ndarray,
+    values: np.ndarray,
+    counts: np.ndarray,
+    messages: Together[Outgoing],
+    sent: np.ndarray | None = None,
+) -> bool:
     """Writes every byte of the fields of several messages: :func:`write_elias_fano` and :func:`quantize`.
 
     Args:
         positions: int32 or int64 [K], those for one message behind those for the one before.
         values: float32 [K].
         counts: int64, entries of each message.
-        messages: Where they are written.
+        messages: Where they are written, as many as counts.
+        sent: float32 [K], is written: the decoded values. None leaves that out.
 
     Returns:
-        float32 [K], the decoded values; None if a message has no room for its entries, positions do not ascend or lie
-        in no run, or a value or scale is not finite in bfloat16. What was written is to be written again then.
+        False if a message has no room for its entries, positions do not ascend or lie in no run, or a value or scale is
+        not finite in bfloat16. What was written is to be written again then.
     """
-    if any(count > message.room for count, message in zip(counts.tolist(), messages, strict=True)):
-        return None
-    sent = empty(len(positions), np.float32)
-    given = positions, 8 * positions.itemsize, counts, values, _together(messages), len(messages)
-    return sent if kernels().safusion_write(*given, sent) == len(messages) else None
+    echo = None if sent is None else address(sent)
+    given = positions, 8 * positions.itemsize, counts, values, messages.described, messages.number, echo
+    return bool(kernels().safusion_write(*given) == messages.number)
 
 
 def leaving(

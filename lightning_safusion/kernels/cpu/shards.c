@@ -12,7 +12,7 @@ struct outgoing {
 };
 
 /* Messages of entries that are one behind the other, so many each. Returns how many were written before one that has no
- * codes, or whose positions do not ascend in its runs. */
+ * room for its entries, no codes, or positions that do not ascend in its runs. What is sent may be NULL. */
 int64_t safusion_write(const void *positions, int64_t position_bits, const int64_t *counts, const float *values,
                        const struct outgoing *messages, int64_t number, float *sent)
 {
@@ -20,6 +20,7 @@ int64_t safusion_write(const void *positions, int64_t position_bits, const int64
         const struct outgoing *to = messages + m;
         const int64_t size = counts[m];
         uint8_t *codes = (uint8_t *)(intptr_t)to->codes;
+        if (size > to->room) return m;
         memset(codes, 0, (size_t)to->field_bytes);
         if (!safusion_elias_fano(positions, position_bits, size, to->below, (const struct run *)(intptr_t)to->runs,
                                  to->run_count, to->low_bits, to->room, (void *)(intptr_t)to->ranks, to->rank_bytes,
@@ -30,7 +31,7 @@ int64_t safusion_write(const void *positions, int64_t position_bits, const int64
             return m;
         positions = (const uint8_t *)positions + size * (position_bits >> 3);
         values += size;
-        sent += size;
+        if (sent) sent += size;
     }
     return number;
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import pytest
@@ -73,10 +72,21 @@ def test_bytes_are_those_of_numpy(share: int, kind: str) -> None:
         assert torch.equal(written(codec, selection), expected), count
         assert torch.equal(written(codec, narrow), expected), count
         memory = torch.full((2, codec.nbytes), 255, dtype=torch.uint8)
-        outgoing = [message for message in map(codec.outgoing, memory) if message is not None]
+        outgoing = native.Together([message for message in map(codec.outgoing, memory) if message is not None])
         both, values = selection.indices.repeat(2).numpy(), selection.values.repeat(2).numpy()
-        assert native.write_messages(both, values, np.full(2, count), outgoing) is not None
+        assert native.write_messages(both, values, np.full(2, count), outgoing)
         assert all(torch.equal(each, expected) for each in memory), count
+
+
+def test_entries_without_room_are_not_written() -> None:
+    codec, memory = codec_of(1000, 8), torch.full((1, 1000), 255, dtype=torch.uint8)
+    outgoing = codec.outgoing(memory[0, : codec.nbytes])
+    assert outgoing is not None
+    positions, values = np.arange(9), np.ones(9, np.float32)
+    before = memory.clone()
+    assert not native.write_messages(positions, values, np.array([9]), native.Together([outgoing]))
+    assert torch.equal(memory, before)
+    assert native.write_messages(positions[:8], values[:8], np.array([8]), native.Together([outgoing]))
 
 
 @pytest.mark.parametrize("kind", ["anywhere", "together", "at both ends"])
@@ -93,16 +103,15 @@ def test_any_piece_has_the_numbers_of_numpy(share: int, kind: str, values: str) 
             at, sent = codec.decode(message)
         whole = torch.zeros(numel).index_add_(0, at, sent * 0.3)
         inbox = codec.inbox(message[None])
-        read = partial(lambda known, start, stop: known, inbox())
         cuts = [(0, numel), *np.sort(generator.integers(0, numel + 1, (8, 2))).tolist()]
         for start, stop in cuts:
             if start < stop:
                 mean = torch.full((stop - start,), torch.nan)
-                assert native.mean_into([mean], Parts.between([start, stop]), read, 0.3)
+                assert native.mean_into([mean], Parts.between([start, stop]), inbox(), 0.3)
                 assert torch.equal(mean, whole[start:stop]), (count, start, stop)
         memory = torch.randn(numel)
         rest = memory.index_add(0, at, sent, alpha=-1)
-        native.take_out_message(memory, inbox()[0])
+        native.take_out_message(memory, inbox().messages[0])
         assert torch.equal(memory, rest), count
 
 
@@ -156,8 +165,7 @@ def test_damaged_positions_are_refused_and_write_nowhere_else(values: str, field
         room = torch.full((100_064,), 7.0)
         grads = list(room[32:-32].split([60_000, 3, 39_997]))
         try:
-            held = read()
-            native.mean_into(grads, Parts.between(edges), lambda start, stop, held=held: held, 1.0)
+            native.mean_into(grads, Parts.between(edges), read(), 1.0)
         except ValueError as error:
             refused.append(str(error))
         assert (room[:32] == 7).all()
@@ -189,8 +197,7 @@ def test_the_same_damaged_messages_are_refused(shape: tuple[int, int], field: st
     def compiled() -> Tensor:
         out = torch.zeros(numel)
         read = codec.inbox(message[None])
-        messages = read()
-        native.mean_into([out], Parts.between([0, numel]), lambda start, stop: messages, 1.0)
+        native.mean_into([out], Parts.between([0, numel]), read(), 1.0)
         return out
 
     def plain() -> Tensor:

@@ -12,7 +12,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -69,12 +68,8 @@ def test_clang_exports_the_same_functions(tmp_path: Path) -> None:
     ctypes.CDLL(str(made), mode=os.RTLD_NOW)
 
 
-def reading(messages: list[native.Message]) -> Callable[[int, int], list[native.Message]]:
-    return lambda start, stop: messages
-
-
-def decoded(entries: list[tuple[Tensor, Tensor]]) -> Callable[[int, int], list[native.Message]]:
-    return reading([native.Message.decoded(*both) for both in entries])
+def decoded(entries: list[tuple[Tensor, Tensor]]) -> native.Together[native.Message]:
+    return native.Together([native.Message.decoded(*both) for both in entries])
 
 
 @pytest.mark.parametrize("sizes", [[1], [31], [32], [33], [4096], [4097], [0, 5, 0, 70_000, 1, 0], [12_345, 9999]])
@@ -179,8 +174,11 @@ def test_means_are_bitwise_those_of_pytorch(threads: int, ranks: int, offset: in
         expected.scatter_add_(0, indices, values * scale)
         entries.append((indices, values))
     edges = [0, *np.cumsum(sizes).tolist()]
-    for piece in (1, 20_000, total, None):
-        assert native.mean_into(grads, Parts.between(edges), decoded(entries), scale, piece)
+    parts, messages = Parts.between(edges), decoded(entries)
+    assert native.mean_into(grads, parts, messages, scale)
+    assert torch.equal(torch.cat(grads), expected)
+    for piece in (1, 20_000, total):
+        assert native.mean_by_pieces(grads, parts, lambda start, stop: messages, scale, piece)
         assert torch.equal(torch.cat(grads), expected)
 
 
@@ -207,14 +205,15 @@ def test_messages_are_read_as_they_are_decoded(values: str, threads: int) -> Non
         at, sent = codec.decode(messages[-1])
         expected.scatter_add_(0, at, sent * 0.3)
     read = codec.inbox(torch.stack(messages))
-    compiled = read() if read is not None else []
-    assert len(compiled) == 4
-    assert native.mean_into(grads, Parts.between(edges), reading(compiled), 0.3)
+    assert read is not None
+    compiled = read()
+    assert compiled.number == 4
+    assert native.mean_into(grads, Parts.between(edges), compiled, 0.3)
     assert torch.equal(torch.cat(grads), expected)
     memory = torch.randn(edges[-1])
     at, sent = codec.decode(messages[0])
     rest = memory.index_add(0, at, sent, alpha=-1)
-    native.take_out_message(memory, compiled[0])
+    native.take_out_message(memory, compiled.messages[0])
     assert torch.equal(memory, rest)
 
 

@@ -62,7 +62,7 @@ def test_ranks_that_do_not_ascend_are_seen(spoil: int, capacity: int, width: tor
     read = codec.inbox(memory)
     messages = read()
     assert native.sound(messages)
-    regions = messages[1].described[Encoded._fields.index("regions")]
+    regions = messages.messages[1].described[Encoded._fields.index("regions")]
     memory[1].view(width)[spoil if spoil >= 0 else regions] = capacity + 1
     assert not native.sound(messages)
     with pytest.raises(ValueError, match="damaged"):
