@@ -39,8 +39,8 @@ from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.record import WindowRecord
 from lightning_safusion.fusion.replan import Decision
-from lightning_safusion.fusion.slowest import SlowestWorker
 from lightning_safusion.fusion.settings import Integrity
+from lightning_safusion.fusion.slowest import SlowestWorker
 from lightning_safusion.fusion.state import common_state, restore_common
 from lightning_safusion.integration.checkpoint import Checkpoints
 from lightning_safusion.integration.engine_exchange import announce

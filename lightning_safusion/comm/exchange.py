@@ -102,11 +102,6 @@ class Verdict:
     @classmethod
     def of(cls, headers: np.ndarray) -> Verdict:
         """From the flags and notices of all ranks, uint8 [world_size, T + 1]."""
-        usual, verdict = _usual(*headers.shape)
-        return verdict if headers.tobytes() == usual else cls._read(headers)
-
-    @classmethod
-    def _read(cls, headers: np.ndarray) -> Verdict:
         flags, notices = headers[:, :-1], int(np.bitwise_or.reduce(headers[:, -1]))
         fresh, bad, bypass = ((flags & flag) != 0 for flag in TensorFlag)
         plain = not notices and bool((flags == TensorFlag.FRESH).all())
@@ -126,7 +121,7 @@ class Verdict:
 def _usual(world_size: int, length: int) -> tuple[bytes, Verdict]:
     """The headers of almost every step, and their verdict."""
     headers = np.tile(np.array([*[TensorFlag.FRESH] * (length - 1), 0], np.uint8), (world_size, 1))
-    return headers.tobytes(), Verdict._read(headers)
+    return headers.tobytes(), Verdict.of(headers)
 
 
 def aligned(nbytes: int, to: int = MESSAGE_BYTES) -> int:
@@ -348,13 +343,11 @@ class StreamOrderedExchange(Exchange):
 
     headers: Tensor
 
-    def _read_headers(self) -> Tensor:
-        """The headers as they are now."""
-        return self.headers
-
     def verdict(self, headers: Tensor | None = None) -> Verdict:
         """See :meth:`Exchange.verdict`; given a copy of :attr:`headers` on the host it does not wait."""
-        return Verdict.of((self._read_headers() if headers is None else headers).cpu().numpy())
+        found = (self.headers if headers is None else headers).cpu().numpy()
+        usual, verdict = _usual(*found.shape)
+        return verdict if found.tobytes() == usual else Verdict.of(found)
 
     def standing(self) -> tuple[Tensor, Tensor]:
         """The verdict on the device: bool [T], not finite on some rank; and bool: all tensors of all ranks are good."""

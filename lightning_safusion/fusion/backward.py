@@ -106,9 +106,10 @@ class BackwardPass:
         self.submitted[place], self.worked[place] = now, self.calls + now - begin
 
     def taken(self, group: Group) -> np.ndarray | None:
-        """bool [T]: tensors of a group that are fresh and do not bypass the residual; None if all are."""
-        if self.regular:
-            return None
+        """bool [T]: tensors of a group that are fresh and do not bypass the residual; None if all are.
+
+        All are in a :attr:`regular` pass.
+        """
         taken = self.fresh[group.start : group.stop] & ~self.bypass[group.start : group.stop]
         return None if taken.all() else taken
 

@@ -120,9 +120,11 @@ class Buffer:
         return self._without(self.history, absent, ()).segments if absent and self.history else self.segments
 
     def units(self, selector: Selector) -> SpanUnits | None:
-        """The units in which its elements are compared; None for those of the gradient."""
+        """The units in which its elements are compared; None for those of the gradient, and if none is compared."""
+        if selector.units is None or selector.sparsifier.reads == "shape":
+            return None
         together = self.fused or (self.segments is not None and self.segments.pool > 0)
-        return selector.span_units(self.indices, self.edges, together)
+        return selector.units.of(self.indices, self.edges, together)
 
     def _without(self, history: History, absent: Sequence[int], early: Sequence[int]) -> History:
         """The cut without these tensors: that without early ones alone is the same in every step, and steps of several

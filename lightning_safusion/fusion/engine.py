@@ -274,7 +274,8 @@ class Engine:
         except DamagedMessageError:
             self.reset()  # what exchanges have learned in it may differ between ranks
             raise
-        self._hear(outcome)
+        if outcome.notices:
+            self._hear(outcome)
         self.steps.exchanged(self._exchanged(backward))
         if not outcome.good:
             self.space.forget_counts()
@@ -283,19 +284,20 @@ class Engine:
         self.between = True
         planned = self.order_known and backward.in_order and not backward.plain
         self.record = WindowRecord(backward, window.shipments, self.space, self.clock, planned, self._timed)
-        if self._reviews_at_end:
+        at_end = self._reviews_at_end
+        if at_end:
             self._observe(self.record)
         else:
             self._unobserved = self.record
         if not backward.in_order and not (self._first and self.order_known):
             self._order = backward.order
             if outcome.good and not backward.deferred:
-                self._follow_order()
+                self._follow_order(backward.order)
         self.order_known |= self.windows > 0 and not self._first
         self._first = False
         self.windows += 1
         self.first_windows.count()
-        if self._reviews_at_end:
+        if at_end:
             self.space.review_shares(self.windows - 1)
 
     def drop_gradients(self) -> None:
@@ -311,7 +313,8 @@ class Engine:
         """
         for ending in self._endings:
             if (outcome := ending.read()) is not None:
-                self._hear(outcome)
+                if outcome.notices:
+                    self._hear(outcome)
                 if not outcome.good:
                     self._undecided.outcome = outcome
         if (undecided := self._undecided.outcome) is not None:
@@ -323,17 +326,15 @@ class Engine:
         record, self._unobserved = self._unobserved, None
         if record is not None:
             self._observe(record)
-        self._follow_order()
+        if self._order is not None:
+            self._follow_order(self._order)
 
-    def _follow_order(self) -> None:
-        """Adopts the order of the last window, if that was another one."""
-        order, self._order = self._order, None
-        if order is not None:
-            self.adopt_order(order)
+    def _follow_order(self, order: list[int]) -> None:
+        """Adopts the order of the last window, which was another one."""
+        self._order = None
+        self.adopt_order(order)
 
     def _hear(self, outcome: Outcome) -> None:
-        if not outcome.notices:
-            return
         self.notices.hear(outcome.notices)
         if self.notices.take(Notice.FAILED):
             raise outcome.backward.error or RuntimeError(

@@ -58,7 +58,7 @@ class FusedShipment(Shipment):
         kernels.scales = scales
         self._left: list[int] = []  # tensors of which no mean is written
         self._marks: np.ndarray | None = None  # uint8 [T], their flags; None where all are fresh
-        if (taken := backward.taken(buffer.group)) is not None:
+        if not backward.regular and (taken := backward.taken(buffer.group)) is not None:
             self._marks, self.absent = backward.flags_of(buffer.group), np.flatnonzero(~taken).tolist()
         #: Until the window ends: the streams of owners read moments too.
         self.weighing: Weighing | None = None
@@ -105,7 +105,12 @@ class FusedShipment(Shipment):
             self.decode_means(self.kernels.status)
         self.decoded = self.backward.mark()
 
-    def judge(self) -> bool:
+    def judge(self) -> None:
+        """Reads what the kernels have found: which tensors are :attr:`sound` (waits for the device).
+
+        Raises:
+            RuntimeError: If a message is damaged, with the buffer's tensors.
+        """
         found, bad = int(self.kernels.status), cast(Verdict, self.verdict).bad
         if found:
             self.kernels.status.zero_()
@@ -114,7 +119,6 @@ class FusedShipment(Shipment):
         if found & NOT_FINITE or bad.any():
             kept = {*self._left}  # these have their own gradients, no mean
             self.sound = ~bad & [tensor in kept or all_finite(grad) for tensor, grad in enumerate(self.grads)]
-        return super().judge()
 
     def commit(self, good: Tensor | None = None, unused: Sequence[int] = ()) -> None:
         """Takes what was sent of some tensors out of the residual, where the kernels have taken nothing."""
@@ -256,9 +260,9 @@ class FusedPath:
         return self._windows
 
     def shipment(self, buffer: Buffer, backward: BackwardPass, selector: Selector) -> Shipment:
-        """A buffer in a window; fused where kernels serve all of its parts."""
+        """A buffer in a window, where kernels serve the device; fused where they serve all of its parts."""
         memory, fits = buffer.memory, buffer.dtypes <= {*KINDS} and 0 < buffer.edges[-1] <= MOST_ELEMENTS
-        if isinstance(memory, ResidualMemory) and type(memory) in RESIDUALS and fits and self.serves:
+        if isinstance(memory, ResidualMemory) and type(memory) in RESIDUALS and fits:
             made = buffer.constant("kernels", lambda: self._kernels(buffer, selector))
             if made is not None:
                 shipment, kernels = made

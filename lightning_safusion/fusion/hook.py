@@ -135,8 +135,9 @@ class DDPHook:
         waiting = during(f"the exchange of gradients in step {self.engine.windows}")
         with torch.no_grad(), torch.autocast(self._device_type, enabled=False), waiting:
             self.engine.drain()
-            beside, self._beside = self._beside, []
-            self.engine.average(beside)
+            if self._beside:
+                beside, self._beside = self._beside, []
+                self.engine.average(beside)
             if self._sparse:
                 # in the order in which the buckets came, which is the same on all ranks
                 submitted, self._sparse = list(self._sparse.values()), {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import nan
+from typing import cast
 
 import numpy as np
 import torch
@@ -41,7 +42,8 @@ class Shipment:
     def __init__(self, buffer: Buffer, backward: BackwardPass) -> None:
         self.buffer = buffer
         self.backward = backward
-        self.grads = backward.grads_of(buffer.group.start, buffer.group.stop)  #: flat, T of them
+        #: flat, T of them
+        self.grads = cast(list[Tensor], backward.grads[buffer.group.start : buffer.group.stop])
         self.flags: Tensor | None = None  #: uint8 [T] of TensorFlag; None if this rank failed to fill the buffer
         self.absent: list[int] = []  #: tensors of the buffer of which nothing is sent
         self.selection: Selection | None = None  #: until it is packed
@@ -82,8 +84,9 @@ class Shipment:
             return
         try:
             with self.range("select"):
-                self.units = self.buffer.units(selector)
-                taken = self.backward.taken(self.buffer.group)
+                if selector.units is not None:
+                    self.units = self.buffer.units(selector)
+                taken = None if self.backward.regular else self.backward.taken(self.buffer.group)
                 if taken is not None or early or not self._fill_in_one_pass(selector):
                     self._fill(selector, taken, early)
             if self.flags is not None and known is not None:
@@ -99,7 +102,7 @@ class Shipment:
         units = self.units
         if units is None:
             wanted = foresight.wanted()
-        elif (weights := units.weights()) is None:
+        elif (weights := units.weights) is None:
             return False
         else:
             wanted = foresight.wanted(weights, None if selector.lazy else units.keys.numpy())
@@ -137,13 +140,13 @@ class Shipment:
         """Writes the message; ``notices``: bits of :class:`Notice` for all ranks."""
         if self.flags is not None:
             try:
-                self.selected = self.backward.mark()
-                part = Part(self.selection, self.flags, self.absent, notices, self.units)
+                self.selected, selection = self.backward.mark(), self.selection
+                part = Part(selection, self.flags, self.absent, notices, self.units)
                 self.buffer.exchange.encode(self.buffer.span, part)
-                if self.selection is not None:
+                if selection is not None:
                     # on the host the message holds the rest; a device would be waited for
                     on_host = self.buffer.device.type == "cpu"
-                    self._packed = self._counts(_chosen(self.selection)) if on_host else self.selection
+                    self._packed = self._counts(selection.positions, selection.count) if on_host else selection
                 self.sparse = self.selection is not None or self.buffer.exchange.ability.selects_itself
                 self._held = self.units if self.buffer.exchange.ability.phases else None
                 self.selection, self.units = None, None
@@ -183,14 +186,15 @@ class Shipment:
         self.finished = now
 
     def advance(self, wait: bool) -> bool:
-        """See :meth:`Exchange.advance`; raises as :meth:`wait` does."""
+        """See :meth:`Exchange.advance`, for those that have phases; raises as :meth:`wait` does."""
         exchange = self.buffer.exchange
         try:
-            return self.work is None or not exchange.ability.phases or exchange.advance(wait)
+            return self.work is None or exchange.advance(wait)
         except Exception as error:
             raise self._failed(error) from error
         finally:
-            self.damaged += exchange.transport.take_damage()
+            if exchange.transport.sealed:
+                self.damaged += exchange.transport.take_damage()
 
     def wait(self) -> None:
         """Waits for the collective; a second call returns at once.
@@ -207,7 +211,8 @@ class Shipment:
         except Exception as error:
             raise self._failed(error) from error
         finally:
-            self.damaged += exchange.transport.take_damage()
+            if exchange.transport.sealed:
+                self.damaged += exchange.transport.take_damage()
         self.arrived = self.backward.mark()
         if exchange.transport.stream_ordered:
             self.finished = self.arrived  # no later than this: the backend only tells when it was queued
@@ -228,14 +233,6 @@ class Shipment:
         except ValueError as error:
             raise self._failed(error) from error
         self.decoded = self.backward.mark()
-
-    def judge(self) -> bool:
-        """Whether all tensors are :attr:`sound`.
-
-        Raises:
-            RuntimeError: If a message is damaged, with the buffer's tensors.
-        """
-        return self.sound is None
 
     def _chosen_by(self, verdict: Verdict) -> np.ndarray | None:
         """bool [T], the tensors of which means are written, None for all; says which are :attr:`repaired`."""
@@ -338,7 +335,7 @@ class Shipment:
         buffer = self.buffer
         counts = np.where(buffer.dense, buffer.sizes, 0)
         if isinstance(self._packed, Selection):
-            counts += self._counts(_chosen(self._packed))
+            counts += self._counts(self._packed.positions, self._packed.count)
         elif self._packed is not None:
             counts += self._packed
         elif buffer.exchange.ability.selects_itself:
@@ -346,9 +343,9 @@ class Shipment:
         counts[self.absent] = 0
         return counts
 
-    def _counts(self, positions: Tensor) -> np.ndarray:
-        """int64 [T], how many of some ascending positions lie in each tensor."""
-        buffer, found = self.buffer, positions.cpu().numpy()
+    def _counts(self, positions: Tensor, count: int | Tensor | None = None) -> np.ndarray:
+        """int64 [T], how many of so many ascending positions, or of all, lie in each tensor (waits for the device)."""
+        buffer, found = self.buffer, positions.cpu().numpy()[: None if count is None else int(count)]
         ends = found.searchsorted(buffer.edges_as[found.dtype])
         return ends[1:] - ends[:-1]
 
@@ -360,11 +357,6 @@ class Shipment:
         kind = WorkerLostError if comes_of_a_loss(error) else kind
         rank, step = self.buffer.exchange.transport.rank, self.backward.step
         return kind(f"rank {rank}: the exchange of the buffer with {self.buffer.title} failed in step {step}: {error}")
-
-
-def _chosen(selection: Selection) -> Tensor:
-    """Its positions, without padding (waits for the device)."""
-    return selection.positions[: int(selection.count)]
 
 
 def _range(title: str, part: str) -> AbstractContextManager[object]:

@@ -47,7 +47,7 @@ class Window:
         self.backward = backward
         self.shipments: list[Shipment] = []  #: in launch order
         self._space, self._launching, self._ending, self._notices = launching.space, launching, ending, notices
-        self._advanced = 0  # so many shipments have launched all their phases
+        self._phased: list[Shipment] = []  # those with phases that are not launched yet
 
     def push(self, place: int, grad: Tensor, fresh: bool, repeated: bool, since: float) -> None:
         """Takes a gradient, and sends the buffers that are full with it.
@@ -59,39 +59,40 @@ class Window:
             repeated: Whether the one before was thrown away, so that it must not pass through the residual.
             since: When the engine was called, by the host's clock (seconds).
         """
-        backward = self.backward
+        backward, launching = self.backward, self._launching
         completed = backward.submit(place, grad, fresh, repeated)
         if backward.timed and not backward.clock.instant:
             backward.note_call(place, since)
-        for group in self._launching.closing(backward, place, grad, completed):
-            self._ship(group)
+        if completed is not None or launching.asks_always:
+            for group in launching.closing(backward, place, grad, completed):
+                self._ship(group)
         if backward.complete and not backward.plain:
-            self._ship_rest()
+            for group in launching.rest(backward):
+                self._ship(group)
+            if launching.late_by_one:
+                self._ship(None)
         backward.calls += perf_counter() - since
 
-    def _ship_rest(self) -> None:
-        for group in self._launching.rest(self.backward):
-            self._ship(group)
-        if self._launching.late_by_one:
-            with self._launching.lane.fork():
-                self._send(self._launching.last())
-
-    def _ship(self, group: Group) -> None:
-        """Fills the buffer of a group and sends what can be sent."""
+    def _ship(self, group: Group | None) -> None:
+        """Fills the buffer of a group, None for no other, and sends the one that can be sent now, if any."""
         with self._launching.lane.fork():
-            buffer = self._space.buffers.get(group) or self._space.buffer(group)
-            self._send(self._launching.fill(buffer, self.backward))
-        self.backward.launched = group.stop
-
-    def _send(self, shipment: Shipment | None) -> None:
-        if shipment is None:
-            return
-        shipment.pack(self._notices.own)
-        shipment.launch()
-        self._ending.launched(shipment)
-        self.shipments.append(shipment)
-        while self._advanced < len(self.shipments) and self.shipments[self._advanced].advance(wait=False):
-            self._advanced += 1
+            if group is None:
+                shipment = self._launching.last()
+            else:
+                buffer = self._space.buffers.get(group) or self._space.buffer(group)
+                shipment = self._launching.fill(buffer, self.backward)
+            if shipment is not None:
+                shipment.pack(self._notices.own)
+                shipment.launch()
+                if self.backward.deferred:
+                    self._ending.launched(shipment)
+                self.shipments.append(shipment)
+                if shipment.buffer.exchange.ability.phases:
+                    self._phased.append(shipment)
+                while self._phased and self._phased[0].advance(wait=False):
+                    del self._phased[0]
+        if group is not None:
+            self.backward.launched = group.stop
 
     def end(self) -> Outcome:
         """Sends what is left, waits for all messages, writes the means, and takes what was sent out of the residual.

@@ -125,6 +125,8 @@ class Selection:
     indices: Tensor
     values: Tensor
     count: int | Tensor
+    #: Compiled kernels have found it: without padding, in contiguous arrays in host memory.
+    compiled: ClassVar[bool] = False
 
     @cached_property
     def positions(self) -> Tensor:

@@ -84,7 +84,7 @@ def test_one_pass_finds_the_keys_above_a_floor(written: bool) -> None:
         [key(each, moment) for each, moment in zip(whole.split(sizes), (moments[0], None, moments[2]), strict=True)]
     )
     floors = np.array([keys[:100].abs().max().item(), 1.0, 1e4], np.float32).view(np.int32)
-    wanted = native.Wanted(floors, len(keys), "magnitudes", units.weights(), units.keys.numpy() if written else None)
+    wanted = native.Wanted(floors, len(keys), "magnitudes", units.weights, units.keys.numpy() if written else None)
     found = native.add_finite(memory, native.Parts.between(edges), grads, 0.9, wanted).found
     assert found is not None
     assert found.lists is not None
@@ -198,7 +198,7 @@ def test_a_span_is_written_only_if_it_is_read() -> None:
     units = SpanUnits([Moment(moment, EPSILON)], [0, 50_000], torch.full((50_000,), torch.nan))
 
     for step in range(6):
-        found = native.add_finite(torch.zeros_like(x), parts, [x], 1.0, foresight.wanted(units.weights())).found
+        found = native.add_finite(torch.zeros_like(x), parts, [x], 1.0, foresight.wanted(units.weights)).found
 
         def write() -> None:
             writes.append(step)  # noqa: B023 - called in this turn

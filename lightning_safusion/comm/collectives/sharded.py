@@ -18,6 +18,7 @@ from lightning_safusion.comm.exchange import (
     Part,
     SpanSpec,
     StreamOrderedExchange,
+    Verdict,
     aligned,
 )
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
@@ -149,8 +150,8 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
             return None
         return known, native.Together([message for inbox in known for message in inbox().messages])
 
-    def _read_headers(self) -> Tensor:
-        return torch.cat(self._received_headers)
+    def verdict(self, headers: Tensor | None = None) -> Verdict:
+        return super().verdict(torch.cat(self._received_headers) if headers is None else headers)
 
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sent
@@ -202,7 +203,7 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
         if not wait and not self._arrived:
             return False  # nor does a device wait in the stream that selects
         self.await_first()
-        self.headers = self._read_headers()
+        self.headers = torch.cat(self._received_headers)
         if self._size:  # else the whole span is dense
             self._select_sums()
         self.gather()

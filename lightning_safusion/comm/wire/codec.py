@@ -158,11 +158,11 @@ class Codec(ABC):
         outgoing = None if one is None else native.Together([one])
 
         def write(selection: Selection, echo: bool) -> Tensor:
-            positions, values = selection.positions, selection.values
-            exact = isinstance(selection.count, int) and selection.count == len(positions)
-            if outgoing is not None and exact and native.serves(positions, values):
-                count, sent = np.array([len(positions)]), native.empty(len(positions), np.float32) if echo else None
-                if native.write_messages(positions.numpy(), values.numpy(), count, outgoing, sent):
+            positions, values, count = selection.positions, selection.values, selection.count
+            exact = isinstance(count, int) and count == len(positions)
+            if outgoing is not None and (selection.compiled or (exact and native.serves(positions, values))):
+                counts, sent = np.array([len(positions)]), native.empty(len(positions), np.float32) if echo else None
+                if native.write_messages(positions.numpy(), values.numpy(), counts, outgoing, sent):
                     return values if sent is None else torch.from_numpy(sent)
             return self._encode(selection, fields, echo)
 

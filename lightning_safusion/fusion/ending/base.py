@@ -23,7 +23,7 @@ class Ending(ABC):
     """Ends windows. What a subclass leaves out does nothing: the host waits for all it begins."""
 
     def launched(self, shipment: Shipment) -> None:  # noqa: B027 - optional
-        """A shipment of the open window has been launched."""
+        """A shipment of the open window, which is deferred, has been launched."""
 
     @abstractmethod
     def run(self, backward: BackwardPass, shipments: Sequence[Shipment], notices: int) -> Outcome:

@@ -47,13 +47,21 @@ class HostEnding(Ending):
         odd: list[int] = []  # those of them of which some ranks have sent nothing
         notices = 0
         for shipment in shipments:
-            shipment.advance(wait=True)
+            if shipment.buffer.exchange.ability.phases:
+                shipment.advance(wait=True)
         if backward.wary:
             self._copy_if_bad(backward, shipments)
-        good = True
-        self._decode(backward, shipments)
+        good, fused = True, [shipment for shipment in shipments if isinstance(shipment, FusedShipment)]
+        if self._space.transport.sealed:
+            self._decode_verified(backward, shipments)
+        else:
+            for shipment in shipments:
+                shipment.wait()
+                shipment.decode(self._scratch)
+        for shipment in fused:
+            shipment.judge()
         for shipment in shipments:
-            good &= shipment.judge()
+            good &= shipment.sound is None
             if (verdict := shipment.verdict) is not None:
                 notices |= verdict.notices
                 if shipment.repaired:
@@ -66,7 +74,6 @@ class HostEnding(Ending):
             self._warn(self._space.layout.names(odd))
         if again:
             self._average_again(backward, again)
-        fused = [shipment for shipment in shipments if isinstance(shipment, FusedShipment)]
         if fused:
             self._fused.commit(fused, good)
         for shipment in shipments:
@@ -74,9 +81,8 @@ class HostEnding(Ending):
                 shipment.commit()
         return Outcome(backward, shipments, good, notices)
 
-    def _decode(self, backward: BackwardPass, shipments: Sequence[Shipment]) -> None:
-        """Waits for all messages and writes the means; where messages have checksums, all ranks agree on these before
-        anything leaves the residual.
+    def _decode_verified(self, backward: BackwardPass, shipments: Sequence[Shipment]) -> None:
+        """Writes the means of all messages; ranks agree on their checksums before anything leaves the residual.
 
         Raises:
             DamagedMessageError: On all ranks, if a message was damaged on its way to one.
@@ -85,7 +91,7 @@ class HostEnding(Ending):
         for shipment in shipments:
             shipment.wait()
             damaged |= bool(shipment.damaged)
-            if shipment is shipments[-1] and self._space.transport.sealed:
+            if shipment is shipments[-1]:
                 findings.share()  # under way while the last buffer is decoded
             if not damaged:
                 shipment.decode(self._scratch)

@@ -49,6 +49,8 @@ class Offloaded(Launching):
         costs: Seconds of a selection by bytes: in place, and on the thread, copies included.
     """
 
+    asks_always = True
+
     def __init__(
         self,
         space: GradientSpace,

@@ -32,6 +32,7 @@ class Launching:
     """
 
     late_by_one = False  #: buffers are sent when the next one closes
+    asks_always = False  #: every tensor may close groups, not only one that completes a planned one
 
     def __init__(self, space: GradientSpace, planner: Planner, dense_first: bool = True) -> None:
         self.space, self.planner, self.dense_first = space, planner, dense_first
@@ -51,8 +52,9 @@ class Launching:
 
     def fill(self, buffer: Buffer, backward: BackwardPass) -> Shipment | None:
         """Fills a buffer; returns the shipment that can be sent now, if any."""
-        shipment = self.fused.shipment(buffer, backward, self.space.selector)
-        shipment.fill(self.space.selector)
+        fused, selector = self.fused, self.space.selector
+        shipment = fused.shipment(buffer, backward, selector) if fused.serves else Shipment(buffer, backward)
+        shipment.fill(selector)
         return shipment
 
     def rest(self, backward: BackwardPass) -> Iterator[Group]:

@@ -128,6 +128,8 @@ class Ticking(Launching):
         ticks: Agreement on the tensors that are ready.
     """
 
+    asks_always = True
+
     def __init__(self, space: GradientSpace, planner: Planner, dense_first: bool, ticks: Ticks) -> None:
         super().__init__(space, planner, dense_first)
         self.ticks = ticks

@@ -124,7 +124,9 @@ class ReplanSchedule:
         """Whether a review follows one of the next ``windows`` windows."""
         cadence, last = self.cadence, self.windows + windows
         if cadence.freeze_after is not None:
-            last = max(self.windows, min(last, cadence.freeze_after))
+            last = min(last, cadence.freeze_after)
+        if last <= self.windows:
+            return False
         return self._reviews(last) > self._reviews(self.windows)
 
     def _reviews(self, windows: int) -> int:

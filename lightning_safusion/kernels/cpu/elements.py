@@ -30,8 +30,6 @@ class Weights(NamedTuple):
 
     def of(self, parts: Parts) -> Weights:
         """The weights of each part."""
-        if len(parts.firsts) == len(parts.starts):
-            return self
         moments, epsilons = map(parts.spread, self)
         inside = 4 * (parts.starts - parts.spread(parts.starts[parts.firsts]))
         return Weights(np.where(moments == 0, 0, moments + inside), epsilons)
@@ -211,11 +209,15 @@ def add_finite(
     """
     added, first = np.empty(len(parts.starts), np.int64), int(parts.starts[0])
     wanted = wanted or _NOTHING
-    weights = (None, None) if wanted.weights is None else wanted.weights.of(parts)
+    weights = wanted.weights
+    if weights is not None and len(parts.firsts) != len(parts.starts):
+        weights = weights.of(parts)
     keys = None if wanted.keys is None else address(wanted.keys)
     given = decay, memory.numpy()[first:], keys
     read = Parts(parts.starts - first, parts.sizes, parts.firsts)
-    found = _look(kernels().safusion_add, (parts.addresses(grads), added, *weights), given, read, wanted)
+    found = _look(
+        kernels().safusion_add, (parts.addresses(grads), added, *(weights or (None, None))), given, read, wanted
+    )
     if (added == parts.sizes).all():
         return Added([], None if wanted is _NOTHING else found)
     bad = np.flatnonzero(np.add.reduceat(added != parts.sizes, parts.firsts)).tolist()

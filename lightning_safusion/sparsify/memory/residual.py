@@ -66,7 +66,7 @@ class ResidualMemory(Memory):
             super().commit(start, indices, sent)
 
     def commit_message(self, start: int, stop: int, message: native.Message) -> bool:
-        if type(self).commit is not ResidualMemory.commit or not native.serves(self._pending.data):
+        if type(self).commit is not ResidualMemory.commit:
             return False
         native.take_out_message(self._pending.data[start:stop], message)
         return True

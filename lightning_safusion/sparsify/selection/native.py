@@ -25,6 +25,8 @@ _DEEPER = (1, 2, 4)
 class FoundSelection(Selection):
     """A selection by compiled kernels: positions are int32 [K], and int64 ``indices`` are made when they are read."""
 
+    compiled = True
+
     def __init__(self, positions: Tensor, values: Tensor) -> None:
         self.__dict__.update(positions=positions, values=values, count=len(values))
 
@@ -111,9 +113,10 @@ class NativeView(SegmentedView):
             floors = self._guessed(floors, quotas, unknown)
         found = self._above(floors)
         self._history.learn(floors, found.counts)
-        if (short := (found.counts < quotas) & ~unknown & (floors > 0)).any():
-            floors, found = self._found_again(floors, short)
-        found = self._complete(found, floors, quotas)
+        if (few := found.counts < quotas).any():
+            if (short := few & ~unknown & (floors > 0)).any():
+                floors, found = self._found_again(floors, short)
+            found = self._complete(found, floors, quotas)
         return self._cut(found, np.full(len(quotas), -1, np.int32), quotas)
 
     def take(self, thresholds: Tensor) -> Selection:

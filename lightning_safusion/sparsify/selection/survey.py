@@ -257,12 +257,6 @@ class Selector:
         #: Reads a span through a view alone, so that keys need not be written before they are read.
         self.lazy = self._trusted and self._takes_survey and sparsifier.reads == "view"
 
-    def span_units(self, indices: Sequence[int], edges: Sequence[int], together: bool) -> SpanUnits | None:
-        """:meth:`UpdateUnits.of`; None also where no element is compared."""
-        if self.units is None or self.sparsifier.reads == "shape":
-            return None
-        return self.units.of(indices, edges, together)
-
     def select(
         self,
         x: Tensor,

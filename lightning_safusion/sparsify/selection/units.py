@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from operator import is_
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -46,6 +48,7 @@ class UpdateUnits:
     def __init__(self, moments: Moments, device: torch.device) -> None:
         self.moments = moments
         self._memory = torch.empty(0, dtype=torch.float32, device=device)
+        self._spans: dict[int, SpanUnits] = {}  # the latest, by the index of their first tensor
 
     def of(self, indices: Sequence[int], edges: Sequence[int], together: bool = False) -> SpanUnits | None:
         """The units of a span; None if its elements are compared as they are.
@@ -55,16 +58,21 @@ class UpdateUnits:
             edges: T + 1, where they begin and end.
             together: Elements of different tensors are compared: all must be in the same units.
         """
-        known = [self.moments(index) for index in indices]
+        known = list(map(self.moments, indices))
         if not any(known) or (together and not all(known)):
             return None
         if len(self._memory) < edges[-1]:
+            self.release()
             self._memory = self._memory.new_empty(edges[-1])
-        return SpanUnits(known, edges, self._memory[: edges[-1]])
+        units = self._spans.get(indices[0])
+        # those of a buffer, whose moments stay where they are, are the same in every step
+        if units is None or units.edges is not edges or not all(map(is_, units.moments, known)):
+            units = self._spans[indices[0]] = SpanUnits(known, edges, self._memory[: edges[-1]])
+        return units
 
     def release(self) -> None:
         """Frees the memory of keys, which spans use in turn on the stream on which they are selected from."""
-        self._memory = self._memory.new_empty(0)
+        self._memory, self._spans = self._memory.new_empty(0), {}
 
 
 class SpanUnits:
@@ -77,7 +85,7 @@ class SpanUnits:
     """
 
     def __init__(self, moments: Sequence[Moment | None], edges: Sequence[int], keys: Tensor) -> None:
-        self.moments, self._edges, self.keys = moments, edges, keys
+        self.moments, self.edges, self.keys = moments, edges, keys
 
     def within(self, runs: Sequence[tuple[int, int]]) -> SpanUnits:
         """The units of parts of the span (where they begin and end), put one behind the other."""
@@ -85,15 +93,16 @@ class SpanUnits:
         for begin, end in runs:
             start = begin
             while start < end:
-                tensor = bisect_right(self._edges, start) - 1
-                moment, first = self.moments[tensor], start - self._edges[tensor]
-                stop = min(end, self._edges[tensor + 1])
+                tensor = bisect_right(self.edges, start) - 1
+                moment, first = self.moments[tensor], start - self.edges[tensor]
+                stop = min(end, self.edges[tensor + 1])
                 part = None if moment is None else Moment(moment.values[first : first + stop - start], moment.epsilon)
                 moments.append(part)
                 edges.append(edges[-1] + stop - start)
                 start = stop
         return SpanUnits(moments, edges, self.keys.new_empty(edges[-1]))
 
+    @cached_property
     def weights(self) -> native.Weights | None:
         """What compiled kernels take; None if they cannot read the moments."""
         number = len(self.moments)
@@ -106,14 +115,14 @@ class SpanUnits:
 
     def weigh(self, x: Tensor) -> Tensor:
         """Writes the keys of a span (float32 [N]), with the signs of its elements, and returns them."""
-        weights = self.weights() if native.serves(x, self.keys) else None
+        weights = self.weights if native.serves(x, self.keys) else None
         if weights is not None and len(x):
             # empty tensors have no part
-            full = np.diff(self._edges) > 0
+            full = np.diff(self.edges) > 0
             each = native.Weights(*(run[full] for run in weights))
-            native.weigh(x.numpy(), native.Parts.between(self._edges), each, self.keys.numpy())
+            native.weigh(x.numpy(), native.Parts.between(self.edges), each, self.keys.numpy())
             return self.keys
-        pieces = self.keys.copy_(x).split(np.diff(self._edges).tolist())
+        pieces = self.keys.copy_(x).split(np.diff(self.edges).tolist())
         known = [(moment, keys) for moment, keys in zip(self.moments, pieces, strict=True) if moment is not None]
         if not known:  # parts of a span may have none
             return self.keys
