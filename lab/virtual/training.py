@@ -83,7 +83,7 @@ class VirtualTraining:
         inputs, targets = zip(*shards, strict=True)
         return [(torch.cat(inputs[a:b]), torch.cat(targets[a:b])) for a, b in pairwise(edges)]
 
-    def _backward(self, batch: Batch, share: float) -> float:
+    def _backward(self, batch: Batch, share: float = 1.0) -> float:
         """Adds the gradients of a batch, times its share, with SAM those beside the weights; its loss there."""
         before = [param.detach().clone() for param in self.params] if self.task.sam else []
         if before:

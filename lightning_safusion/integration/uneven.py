@@ -47,7 +47,7 @@ class Team:
 
     def gather(self, value: int, what: str) -> Callable[[], list[int]]:
         """Begins to gather a number of every worker; the result waits, and has them by rank."""
-        table, row = torch.empty(self.size, 1, dtype=torch.int64), torch.tensor([value])
+        table, row = torch.empty(self.size, 1, dtype=torch.int64), torch.tensor([value], dtype=torch.int64)
         work: Any = dist.all_gather(list(table), row, group=self._group, async_op=True)
 
         def wait() -> list[int]:
