@@ -83,6 +83,7 @@ class Engine:
         self._wary_until = 0  # number of the window
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
         self._window: Window | None = None
+        self._forgotten: Window | None = None  # whose later phases some ranks have launched, and others have not
         self._host = HostEnding(self.space, self.transport, self.fused)
         self._endings: list[Ending] = [self._host]  # the last one where the host need not decide
         if deferred:
@@ -207,6 +208,9 @@ class Engine:
 
     def _begin(self) -> Window:
         self.finish()
+        if self._forgotten is not None:
+            forgotten, self._forgotten = self._forgotten, None
+            forgotten.launch_phases()
         self.settle()
         if self._overflow.pending:
             self._overflow.reset(together=True)
@@ -393,6 +397,8 @@ class Engine:
         self.launching.forget()
         if self._window is not None and not self.clock.instant:
             self.launching.lane.synchronize()
+        if self.clock.instant:  # elsewhere no phase is launched by what has arrived on this rank
+            self._forgotten = self._window or self._forgotten
         self._window = self._unobserved = self._order = self._undecided.outcome = None
         for ending in self._endings:
             ending.forget()
@@ -403,7 +409,7 @@ class Engine:
     def release(self) -> None:
         """Frees buffers and figures; the state that a checkpoint holds stays."""
         self.reset()
-        self.record = None
+        self.record = self._forgotten = None
         self._free_shared()
         self.launching.release()
         native.release()

@@ -94,6 +94,15 @@ class Window:
         if group is not None:
             self.backward.launched = group.stop
 
+    def launch_phases(self) -> None:
+        """Launches what is left of the phases of shipments that were sent, though the window is not ended.
+
+        Other ranks may have launched it already, and what follows on the same communicator would meet that. Waits for
+        other workers.
+        """
+        for shipment in self.shipments:
+            shipment.advance(wait=True)
+
     def end(self) -> Outcome:
         """Sends what is left, waits for all messages, writes the means, and takes what was sent out of the residual.
 
