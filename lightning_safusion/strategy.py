@@ -350,7 +350,7 @@ class SAFusionStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._fit.abandon()
+        self._fit.abandon(exception)
         hurry_at_exit()
         super().on_exception(exception)
 

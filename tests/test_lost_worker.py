@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -64,6 +66,44 @@ def test_other_errors_stay_as_they_are() -> None:
         raise torch.distributed.DistStoreError("store")
     with pytest.raises(WorkerLostError, match="lost during a step: "), during("a job"), during("a step"):
         raise torch.distributed.DistStoreError("store")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lost", "fails", "said"),
+    [
+        ((1,), False, r"rank 1 \(process \d+ on {host}\) has ended\."),
+        ((0,), False, r"rank 0 \(process \d+ on {host}\) has ended(\.|, or does not answer: the store)"),
+        ((1, 2), False, r"rank 1 \(process \d+ on {host}\) has ended; rank 2 \(process \d+ on {host}\) has ended\."),
+        ((1,), True, r"rank 1 \(process \d+ on {host}\) has ended with ArithmeticError: a bad sample\."),
+    ],
+)
+@pytest.mark.parametrize("collective", ["allgather", "sharded"])
+def test_all_survivors_name_the_lost_workers(
+    lost: tuple[int, ...], fails: bool, said: str, collective: str, tmp_path: Path
+) -> None:
+    workers = max(3, 2 + len(lost))
+
+    class Losing(TinyClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_rank in lost and batch_idx == 3:
+                if fails:
+                    raise ArithmeticError("a bad sample")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().training_step(batch, batch_idx)
+
+    def run(rank: int) -> None:
+        strategy = SAFusionStrategy(collective=collective, timeout=timedelta(seconds=6))
+        with pytest.raises((WorkerLostError, ArithmeticError)) as caught:
+            fit(strategy, Losing(), limit_train_batches=8, devices=workers)
+        (tmp_path / str(rank)).write_text(f"{caught.type.__name__}: {caught.value}")
+
+    with suppress(RuntimeError):  # processes that died without a report
+        run_launched(workers, run)
+    survivors = [rank for rank in range(workers) if rank not in lost]
+    pattern = f"^WorkerLostError: .*{said.format(host=re.escape(socket.gethostname()))}"
+    for rank in survivors:
+        assert re.search(pattern, (tmp_path / str(rank)).read_text())
 
 
 @pytest.mark.slow

@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_safusion.comm.exchange import Notice, Part, Verdict, all_finite
-from lightning_safusion.comm.transport.interface import DamagedMessageError, Work, WorkerLostError, comes_of_a_loss
+from lightning_safusion.comm.transport.interface import (
+    DamagedMessageError,
+    Work,
+    WorkerLostError,
+    comes_of_a_loss,
+    lost_workers,
+)
 from lightning_safusion.comm.transport.lockstep import OutOfStepError
 from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.buffers import Buffer
@@ -353,10 +359,12 @@ class Shipment:
         """An error of the exchange, with the buffer's tensors."""
         if isinstance(error, OutOfStepError):
             return error
-        kind = DamagedMessageError if isinstance(error, DamagedMessageError) else RuntimeError
-        kind = WorkerLostError if comes_of_a_loss(error) else kind
         rank, step = self.buffer.exchange.transport.rank, self.backward.step
-        return kind(f"rank {rank}: the exchange of the buffer with {self.buffer.title} failed in step {step}: {error}")
+        failed = f"rank {rank}: the exchange of the buffer with {self.buffer.title} failed in step {step}"
+        if comes_of_a_loss(error):
+            return WorkerLostError(f"{failed}: a worker was lost: {lost_workers()}. Its own output says why. ({error})")
+        kind = DamagedMessageError if isinstance(error, DamagedMessageError) else RuntimeError
+        return kind(f"{failed}: {error}")
 
 
 def _range(title: str, part: str) -> AbstractContextManager[object]:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion.baselines import hook_exchange
-from lightning_safusion.comm.transport.interface import Transport, during
-from lightning_safusion.comm.transport.lockstep import Lockstep
+from lightning_safusion.comm.transport.interface import Transport, WorkerLostError, during
+from lightning_safusion.comm.transport.lockstep import Lockstep, OutOfStepError
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Clock, clock_for
@@ -333,8 +333,10 @@ class Fit:
             self._signals = None
         self.exchange.finish()
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         """An error ends training; nothing waits for other workers, which may be gone."""
+        if self.lockstep is not None and not isinstance(error, (WorkerLostError, OutOfStepError)):
+            self.lockstep.leave(error)
         if self._signals is not None:
             self._signals.remove(deliver=False)
             self._signals = None

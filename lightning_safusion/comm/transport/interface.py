@@ -20,6 +20,7 @@ ReduceOp = Literal["sum", "min", "max"]
 _FAILURES: Any = getattr(dist, "DistError", ())  # where torch is built without process groups there is none
 _LIBRARIES = ("gloo", "NCCL", "Horovod", "Connection closed by peer", "pair closure")
 _stages: list[str] = []  # of the main thread, which alone waits for other workers in them
+_who: Callable[[], str] | None = None  # says who is lost
 
 
 class WorkerLostError(RuntimeError):
@@ -37,6 +38,17 @@ def comes_of_a_loss(error: BaseException) -> bool:
     return isinstance(error, _FAILURES) or any(name in str(error) for name in _LIBRARIES)
 
 
+def find_lost_with(who: Callable[[], str] | None) -> None:
+    """Has :func:`lost_workers` ask ``who``, which waits a second at most."""
+    global _who
+    _who = who
+
+
+def lost_workers() -> str:
+    """A clause about the workers whose loss has made a collective fail."""
+    return "it has ended, or does not answer" if _who is None else _who()
+
+
 @contextmanager
 def during(what: str) -> Iterator[None]:
     """Turns the error of a failed collective into a WorkerLostError that names the stage of the job ("set-up")."""
@@ -47,7 +59,7 @@ def during(what: str) -> Iterator[None]:
         if not comes_of_a_loss(error):
             raise
         raise WorkerLostError(
-            f"a worker was lost during {what}: it has ended, or does not answer. Its own output says why. ({error})"
+            f"a worker was lost during {what}: {lost_workers()}. Its own output says why. ({error})"
         ) from error
     finally:
         _stages.pop()

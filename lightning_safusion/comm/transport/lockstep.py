@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_safusion.comm.transport.interface import during, present_stage
+from lightning_safusion.comm.transport.interface import during, find_lost_with, present_stage
+from lightning_safusion.comm.transport.roster import Roster
 
 _LOOK_S = 0.3  # a worker that has not moved for so long looks what others wait for
 _SLICE = timedelta(seconds=0.1)  # of a wait on the host, after which it asks whether it is in vain
@@ -77,8 +78,8 @@ class Lockstep:
 
     Objects, barriers and broadcasts begin with a meeting. A worker in one, and another that has gone on to a further
     batch without it, wait for each other for ever: all workers of a program come to the same meetings after the same
-    batches. A thread finds that out. It does nothing but sleep while the worker moves on, and asks the store of the
-    process group three times a second where it does not.
+    batches. A thread finds that out: where the worker does not move on, it asks the store of the process group what
+    others wait for. Three times a second it looks there whether somebody asks who is lost (:class:`Roster`), and answers.
 
     Args:
         device: Where small tensors of the process group live.
@@ -104,6 +105,10 @@ class Lockstep:
         self._lock = Lock()  # between the meetings and the end of the thread
         self._asked, self._answered, self._told, self._raised = Event(), Event(), Event(), Event()
         self._over, self._until = False, 0.0
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        keeper = f"the launcher on {os.environ.get('MASTER_ADDR')}" if agent else None
+        self._roster = Roster(self._store, self._rank, self._world_size, keeper)
+        self._start()
 
     @classmethod
     def of_all(
@@ -125,9 +130,7 @@ class Lockstep:
         where = f"is in batch {batch + 1} of epoch {epoch}"
         self._place = replace(place, batches=place.batches + 1, kind="", where=where, exhausted=False)
         if self._thread is None:
-            self._over = False
-            self._thread = Thread(target=self._watch, name="safusion-lockstep", daemon=True)
-            self._thread.start()
+            self._start()
 
     def end_epoch(self, epoch: int, exhausted: bool) -> None:
         """An epoch has ended; ``exhausted``: for want of batches. Collective; raises as :meth:`meet`."""
@@ -199,8 +202,28 @@ class Lockstep:
                 raise OutOfStepError(str(self.error)) from error
             raise
 
+    def _start(self) -> None:
+        find_lost_with(self._lost)
+        self._over = False
+        self._thread = Thread(target=self._watch, name="safusion-lockstep", daemon=True)
+        self._thread.start()
+
+    def _lost(self) -> str:
+        """Who is lost, as :func:`~lightning_safusion.comm.transport.interface.lost_workers` says it."""
+        self._roster.ask()
+        self._asked.set()
+        return self._roster.lost()
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the other workers of an error that ends this one; waits a second at most."""
+        if self._thread is not None and self._thread.is_alive():
+            self._roster.leave(error)
+            self._asked.set()
+            self._roster.wait_left()
+
     def rest(self) -> None:
         """Ends the thread, until the next batch."""
+        find_lost_with(None)  # it would keep the store, and its port
         thread, self._thread = self._thread, None
         self._over = True
         self._asked.set()
@@ -221,10 +244,13 @@ class Lockstep:
                 self._asked.clear()
                 if self._over:
                     break
+                self._roster.look()
                 place, seen = seen, self._place
-                if place is seen or asked:
+                if seen.batches and (place is seen or asked):
                     self._look(seen)
                 self._answered.set()
+        if not self._over and self.error is None:
+            self._roster.store_has_gone()
         self._answered.set()
 
     def _look(self, mine: _Place) -> None:
