@@ -244,6 +244,20 @@ def test_a_window_that_never_completes_is_named_and_forgotten(make: Make) -> Non
     assert engine.windows == 4
 
 
+def test_phases_that_only_some_ranks_have_launched_of_an_abandoned_window_meet_no_later_ones(make: Make) -> None:
+    cluster = make(2, collective="sharded", fusion="wfbp")
+    train(cluster, 3)
+    for engine in cluster.engines:  # when the second one sends, what the first has sent is there
+        push(engine, *cluster.order[:4])
+    for engine in cluster.engines:
+        engine.reset()
+    before, given = flat(cluster.residuals()).view(2, -1), cluster.random_grads(3)
+    first, second = cluster.step(given)
+    assert equal(first, second)
+    left = sum(flat(cluster.residuals()).view(2, -1)) + 2 * flat(first)
+    torch.testing.assert_close(left, sum(before) + sum(map(flat, given)), rtol=0, atol=1e-3)
+
+
 def test_an_order_that_changes_is_followed(make: Make) -> None:
     cluster, forth = make(2, fusion="adaptive"), list(EACH)
     orders, balance = [forth, forth[::-1], forth[::-1], forth[5:] + forth[:5]], []
