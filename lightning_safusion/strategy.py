@@ -264,8 +264,10 @@ class SAFusionStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         loader: Any = super().process_dataloader(dataloader)
         module = self.lightning_module
-        training = module is not None and module.trainer.training
-        return self._fit.inputs.take(loader, module) if training and module is not None else loader
+        if module is None or not module.trainer.training:
+            return loader
+        self._fit.begin(module.trainer, self._learned.get("plain_ddp"))  # maybe asked for before the set-up
+        return self._fit.inputs.take(loader, module)
 
     # A batch
 
@@ -493,7 +495,8 @@ class SAFusionStrategy(DDPStrategy):
 
         Known in a training step. What the step logs and torchmetrics' metrics of the module count nothing either.
         """
-        return self._fit.inputs.idle
+        module = self.lightning_module
+        return self._fit.inputs.idle and module is not None and module.trainer.training
 
     @property
     def record(self) -> WindowRecord | None:

@@ -64,6 +64,7 @@ class Fit:
         self.transport: Transport | None = None
         self.lockstep: Lockstep | None = None
         self.inputs = Inputs()
+        self._begun = False
         self.decided: str | None = None
         self._signals: DeferredSignals | None = None  # during training with an engine
         self._epoch_end = EpochEnd()
@@ -111,7 +112,10 @@ class Fit:
     # Beginning
 
     def begin(self, trainer: Trainer, decided: str | None) -> None:
-        """Training is about to be set up; why another fit of the job may have ``decided`` for plain DDP."""
+        """Training is about to be set up; why another fit of the job may have ``decided`` for plain DDP. Once."""
+        if self._begun:
+            return
+        self._begun = True
         strategy, self.decided = self._strategy, decided
         group = strategy._ddp_kwargs.get("process_group")
         if group is None or dist.get_world_size(group) == strategy.world_size:

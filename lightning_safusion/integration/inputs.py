@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_safusion.integration.engine_exchange import announce
-from lightning_safusion.integration.uneven import Team, UnevenInputs, UnevenLoader
+from lightning_safusion.integration.uneven import Team, UnevenInputs, UnevenLoader, uneven_loader
 from lightning_safusion.lookup import check_name
 
 #: How batches are weighted: workers alike, if they have a batch; by samples; or the sum over all workers, whether they
@@ -73,12 +73,14 @@ class Inputs:
         self._uneven, self._weighting, self._make_team = uneven, weighting, make_team
         self._team: Team | None = None
         self._loaders: list[UnevenLoader] = []
-        self._begun = False  # a batch of these
         self._having: list[bool] = []  # by rank, of the present batch; empty where all have one
         self._samples: Callable[[], list[int]] | None = None  # of all workers' batches, on their way
         self._share: float | None = None  # of the present batch, once it is known
         self._given: int | None = None  # by the output of the training step
         self._gives: bool | None = None  # outputs have the number of samples; None before the first batch
+
+    def __deepcopy__(self, memo: object) -> Inputs:
+        return self  # of a strategy that is copied: a process has one group
 
     @property
     def idle(self) -> bool:
@@ -99,9 +101,10 @@ class Inputs:
                 "in place of dataloader_iter."
             )
         self._team = self._team or self._make_team()
-        if self._begun:  # all are loaded anew
-            self._loaders, self._begun = [], False
-        uneven = UnevenLoader(loader, self._team, joins=self._uneven == "join")
+        if any(each.begun for each in self._loaders):  # all are loaded anew
+            self._loaders = []
+        own = loader.own if isinstance(loader, UnevenLoader) else loader  # a CombinedLoader keeps those of before
+        uneven = uneven_loader(own, self._team, joins=self._uneven == "join")
         self._loaders.append(uneven)
         if (lengths := uneven.lengths) is not None and len(set(lengths)) > 1:
             joined = "who has none left repeats the last one, which counts nothing"
@@ -111,9 +114,9 @@ class Inputs:
 
     def begin(self, batch: Any) -> None:
         """A batch is about to be trained on. All workers are told how many samples it has, where that counts."""
-        self._begun = True
         having = [loader.having() for loader in self._loaders]
-        self._having = [all(column) for column in zip(*having, strict=True)]
+        # a loader that has ended on all workers has no part in the batch
+        self._having = [all(column) for column in zip(*filter(None, having), strict=True)]
         self._share, self._given, self._samples = None, None, None
         if self._weighting == "samples" and self._make_team is not None and not self._gives:
             self._team = self._team or self._make_team()
@@ -136,6 +139,8 @@ class Inputs:
         """
         if self._share is None:
             self._share = self._find_share()
+        if self._share == 0.0:
+            loss = loss.nan_to_num(0.0, 0.0, 0.0)  # a batch that counts nothing must not be able to end a training
         return loss if self._share == 1.0 else loss * self._share
 
     def _find_share(self) -> float:
@@ -153,7 +158,10 @@ class Inputs:
         extracted = self._samples() if self._samples is not None else [_UNKNOWN] * team.size
         if self._gives is False:
             if self._given is not None:
-                raise MisconfigurationException("'batch_size' in the output of training_step: from the first batch on")
+                raise MisconfigurationException(
+                    f"training_step of rank {team.rank} returns 'batch_size', which it did not with the first batch: "
+                    "let it do so with all or with none, on all ranks."
+                )
             samples = extracted
         else:  # of the first batch it is not known who gives it
             own = _UNKNOWN if self._given is None else 0 if self.idle else self._given
@@ -169,7 +177,9 @@ class Inputs:
         return samples
 
     def close(self) -> None:
-        """Ends the group of all workers. May wait for them."""
+        """Ends the group of all workers, and leaves loaders as they were. May wait for the other workers."""
+        for loader in self._loaders:
+            loader.release()
         if self._team is not None:
             self._team.close()
 
@@ -177,16 +187,20 @@ class Inputs:
 @contextmanager
 def uncounted(module: LightningModule) -> Iterator[None]:
     """What a module logs, and its metrics, count nothing of what happens meanwhile."""
-    logged: Mapping[str, Metric] = module.trainer._results or {}
+    results = module.trainer._results
+    logged: Mapping[str, Metric] = {} if results is None else results
     before = {key: _states(each) for key, each in logged.items()}
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
-    kept = [(metric, _states(metric), metric._update_count) for metric in metrics]
+    kept = [(metric, _states(metric), _counters(metric)) for metric in metrics]
     yield
     for key, each in logged.items():  # of what is logged for the first time: its beginning
         _set_states(each, before.get(key, each._defaults))
-    for metric, states, updates in kept:
-        _set_states(metric, states)
-        metric._update_count, metric._computed = updates, None
+    for metric, states, counters in kept:
+        # an empty list that is gathered needs the dtype and the dimensions of the others'
+        lists = [name for name, state in states.items() if isinstance(state, list) and not state]
+        empty = {name: [part[:0] for part in getattr(metric, name)[:1]] for name in lists}
+        _set_states(metric, states | empty)
+        vars(metric).update(counters)
     for collection in module.modules():
         if isinstance(collection, MetricCollection):
             collection._state_is_copy = False
@@ -196,6 +210,14 @@ def uncounted(module: LightningModule) -> Iterator[None]:
 def _states(metric: Metric) -> dict[str, Any]:
     states = {name: getattr(metric, name) for name in metric._defaults}
     return {name: [*state] if isinstance(state, list) else state.detach().clone() for name, state in states.items()}
+
+
+def _counters(metric: Metric) -> dict[str, Any]:
+    """What a metric knows besides its states, such as how often it was updated, and what it has computed."""
+    # what was computed first stays: wrappers compute only where nothing is, and that is collective
+    left = {*metric._defaults, "_forward_cache", *(() if metric._update_count else ("_computed",))}
+    plain = (int, float, Tensor, type(None))
+    return {name: value for name, value in vars(metric).items() if name not in left and isinstance(value, plain)}
 
 
 def _set_states(metric: Metric, states: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -64,10 +65,29 @@ class Team:
             dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]
 
+    def __deepcopy__(self, memo: object) -> Team:
+        return self
+
     def close(self) -> None:
         """Destroys the group. May wait for the other workers."""
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
+
+
+def uneven_loader(loader: Iterable[Any], team: Team, joins: bool) -> UnevenLoader:
+    """An :class:`UnevenLoader` that has a state if the loader has one. Collective."""
+    # Lightning looks for the methods without asking __getattr__
+    kind = _StatefulLoader if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else UnevenLoader
+    return kind(loader, team, joins)
+
+
+def _is_sure(loader: Iterable[Any]) -> bool:
+    """Whether the length of a loader is the number of its batches, in all epochs: samplers of others may change."""
+    if isinstance(loader, (list, tuple)):
+        return True
+    parts = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    known = all(type(part).__module__.split(".")[0] in ("torch", "lightning") for part in parts)
+    return known and not has_iterable_dataset(loader) and not hasattr(loader, "load_state_dict")
 
 
 class UnevenLoader:
@@ -84,7 +104,9 @@ class UnevenLoader:
     """
 
     lengths: Sequence[int] | None  #: batches of every worker; None where some worker does not know its own
-    _loader: Iterable[Any]
+    own: Iterable[Any]  #: the loader
+    begun: bool  #: it has been iterated
+    _released: bool  # only the loader's own batches
     _team: Team
     _joins: bool
     _counts: bool  # the lengths say who has a batch
@@ -93,44 +115,52 @@ class UnevenLoader:
     _ended: bool  # after its last batch
 
     def __init__(self, loader: Iterable[Any], team: Team, joins: bool) -> None:
-        self._loader, self._team, self._joins = loader, team, joins
+        self.own, self._team, self._joins = loader, team, joins
+        self.begun = self._released = False
         length = sized_len(loader)
         lengths = team.gather(_NO_LENGTH if length is None else length, _COUNT)()
         self.lengths = None if _NO_LENGTH in lengths else lengths
-        # the length of an iterable dataset need not be true, and one that is resumed begins in the middle
-        vague = has_iterable_dataset(loader) or hasattr(loader, "load_state_dict")
-        self._counts = self.lengths is not None and not any(team.gather(int(vague), _COUNT)())
+        self._counts = self.lengths is not None and all(team.gather(int(_is_sure(loader)), _COUNT)())
         self._last, self._having, self._ended = _NOTHING, deque(), False
 
     def __getattr__(self, name: str) -> Any:
         if name in UnevenLoader.__annotations__:  # of a copy that is being made
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self.own, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in UnevenLoader.__annotations__:
             super().__setattr__(name, value)
         else:  # Lightning sets how workers begin, and forgets iterators
-            setattr(self._loader, name, value)
+            setattr(self.own, name, value)
 
     def __len__(self) -> int:
+        if self._released:
+            return len(self.own)  # type: ignore[arg-type]  # a TypeError is what is wanted
         if self.lengths is None:
             raise TypeError("some worker does not know how many batches it has")
         return max(self.lengths) if self._joins else min(self.lengths)
 
     def __iter__(self) -> Iterator[Any]:
+        self.begun = True
+        if self._released:
+            return iter(self.own)
         # one that is begun anew when it has ended belongs to a longer one: the batch before may still be asked for
         if not self._ended:
             self._having.clear()
         self._ended = False
-        return self._batches()
+        return self._batches(iter(self.own))
 
-    def having(self) -> list[bool]:
-        """Which workers have a batch of their own, by rank: of the oldest batch that this was not asked of."""
-        return self._having.popleft()
+    def having(self) -> list[bool] | None:
+        """Which workers have a batch of their own, by rank: of the oldest batch that this was not asked of; None where
+        there is none, since all have ended."""
+        return self._having.popleft() if self._having else None
 
-    def _batches(self) -> Iterator[Any]:
-        batches = iter(self._loader)
+    def release(self) -> None:
+        """The fit has ended: the loader is one of this worker again."""
+        self._released = True
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         for number in count():
             if self._counts and number == len(self):
                 break
@@ -142,9 +172,10 @@ class UnevenLoader:
                 lent = self._team.lend(batch, states.index(_OWN))
                 self._last = lent if states[self._team.rank] == _NEITHER else self._last
             if batch is _NOTHING:
-                batch = self._last
+                batches = iter(())  # some begin anew when they are asked again
+                batch = copy.copy(self._last)
             elif self._joins:
-                self._last = batch
+                self._last = copy.copy(batch)  # which a training step may take apart
             if batch is not None:  # else Lightning skips it
                 self._having.append(having)
             yield batch
@@ -165,3 +196,14 @@ class UnevenLoader:
             )
         absent = _REPEATED if number else _NEITHER
         return batch, [_OWN if number < length else absent for length in self.lengths]
+
+
+class _StatefulLoader(UnevenLoader):
+    def state_dict(self) -> dict[str, Any]:
+        """That of the loader, which knows nothing of repeated batches."""
+        state: dict[str, Any] = self.own.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes one of :meth:`state_dict`."""
+        self.own.load_state_dict(state_dict)  # type: ignore[attr-defined]

@@ -61,6 +61,31 @@ def test_all_workers_have_equally_many_batches() -> None:
             assert passes == [[(batch, [i < each for each in own]) for i, batch in enumerate(batches)]] * 2
 
 
+def test_workers_ask_each_other_where_a_length_may_be_untrue_or_an_iterator_begins_anew() -> None:
+    class Anew(Unsized):
+        def __len__(self) -> int:
+            return 5
+
+        def __iter__(self) -> Iterator[Any]:
+            self.left = list(self.batches)
+            return self
+
+        def __next__(self) -> Any:
+            if not self.left:
+                self.left = list(self.batches)
+                raise StopIteration
+            return self.left.pop(0)
+
+    def run(rank: int) -> list[Any]:
+        loader = UnevenLoader(Anew([[rank, i] for i in range(1 + rank)]), team(), joins=True)
+        popped = [(batch.pop(0), loader.having()) for batch in loader]  # a training step may take them apart
+        loader.release()
+        return [popped, loader.having(), len(list(loader))]
+
+    having = [[True, True], [False, True]]
+    assert run_ranks(2, run) == [[[(rank, has) for has in having], None, 1 + rank] for rank in range(2)]
+
+
 def test_a_loader_keeps_the_attributes_of_its_own() -> None:
     def run(rank: int) -> tuple[Any, ...]:
         inner = DataLoader(TensorDataset(torch.arange(3)), num_workers=0)
@@ -72,9 +97,9 @@ def test_a_loader_keeps_the_attributes_of_its_own() -> None:
 
 
 def test_a_sampler_that_is_shorter_than_it_says_is_named() -> None:
-    class Short(Unsized):
+    class Short(list[int]):
         def __len__(self) -> int:
-            return len(self.batches) + 1
+            return super().__len__() + 1
 
     def run(rank: int) -> str:
         loader = UnevenLoader(Short([1, 2]), team(), joins=True)

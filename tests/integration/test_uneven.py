@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
+from torchmetrics import MetricCollection, MinMaxMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassPrecision
 
 from lightning_safusion import SAFusionStrategy
 from tests.models import TakeTurns, TinyClassifier, equal, trainer, weights
@@ -109,6 +109,26 @@ class Counts(TinyClassifier):
         self.log("val", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
 
 
+class Wrapped(TinyClassifier):
+    """Metrics that compute what others of them need, and gather lists; the number of steps is asked for early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extremes, self.curve = MinMaxMetric(MulticlassAccuracy(10)), MulticlassAUROC(10)
+
+    def setup(self, stage: str) -> None:
+        self.steps = self.trainer.estimated_stepping_batches
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        for metric in (self.extremes, self.curve):
+            metric(self(batch[0]), batch[1])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        for metric in (self.extremes, self.curve):
+            metric.compute()
+
+
 def test_joined_workers_train_the_mean_of_those_that_have_a_batch() -> None:
     def run(rank: int) -> tuple[list[Tensor], list[float], float, int]:
         model = Counts()
@@ -149,6 +169,7 @@ def test_joined_workers_train_the_mean_of_those_that_have_a_batch() -> None:
         ({"system": "powersgd"}, {"limit_train_batches": 3}, Counts),
         ({"find_unused_parameters": True}, {"gradient_clip_val": 0.1}, Counts),
         ({"uneven_inputs": "stop"}, {}, Counts),
+        ({}, {"max_epochs": 1}, Wrapped),
     ],
 )
 def test_uneven_trainings_end_with_equal_replicas(

@@ -79,7 +79,7 @@ class Lockstep:
     Objects, barriers and broadcasts begin with a meeting. A worker in one, and another that has gone on to a further
     batch without it, wait for each other for ever: all workers of a program come to the same meetings after the same
     batches. A thread finds that out: where the worker does not move on, it asks the store of the process group what
-    others wait for. Three times a second it looks there whether somebody asks who is lost (:class:`Roster`), and answers.
+    others wait for. Three times a second it looks there whether somebody asks who is lost (:class:`Roster`).
 
     Args:
         device: Where small tensors of the process group live.
