@@ -445,6 +445,16 @@ class SAFusionStrategy(DDPStrategy):
                 self._fit.lockstep.meet("broadcast")
             return super().broadcast(obj, src)
 
+    @override
+    def reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with during(f"a reduction of Lightning in {self._fit.place}"):
+            return super().reduce(tensor, *args, **kwargs)
+
+    @override
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with during(f"an all-gather of Lightning in {self._fit.place}"):
+            return super().all_gather(tensor, *args, **kwargs)
+
     # Another fit of the same job
 
     def learned(self) -> dict[str, Any]:

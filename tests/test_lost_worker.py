@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
@@ -66,6 +67,16 @@ def test_other_errors_stay_as_they_are() -> None:
         raise torch.distributed.DistStoreError("store")
     with pytest.raises(WorkerLostError, match="lost during a step: "), during("a job"), during("a step"):
         raise torch.distributed.DistStoreError("store")
+
+
+@pytest.mark.parametrize("name", ["reduce", "all_gather"])
+def test_what_lightning_reduces_has_a_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def lost(*args: Any, **kwargs: Any) -> None:
+        raise torch.distributed.DistStoreError("gone")
+
+    monkeypatch.setattr(DDPStrategy, name, lost)
+    with pytest.raises(WorkerLostError, match="lost during an? .* of Lightning in set-up"):
+        getattr(SAFusionStrategy(), name)(torch.ones(1))
 
 
 @pytest.mark.slow

@@ -119,7 +119,8 @@ class Fit:
         strategy, self.decided = self._strategy, decided
         group = strategy._ddp_kwargs.get("process_group")
         if group is None or dist.get_world_size(group) == strategy.world_size:
-            self.lockstep = Lockstep.of_all(strategy.root_device, strategy._timeout, lambda: more_batches(trainer))
+            with during("set-up, when workers make a process group for their meetings"):
+                self.lockstep = Lockstep.of_all(strategy.root_device, strategy._timeout, lambda: more_batches(trainer))
         team = None
         if (lockstep := self.lockstep) is not None:
             self._epoch_end.attach(trainer, lockstep)
@@ -139,7 +140,8 @@ class Fit:
         self._wrapped = trainable(model)
         strategy.settings = suited(strategy.settings, strategy.optimizers)
         specs = strategy.gradient_specs(model)
-        self.transport = transport = strategy._make_transport(model)
+        with during("set-up, when workers make a process group for their gradients"):
+            self.transport = transport = strategy._make_transport(model)
         entry = strategy._checkpoints.entry
         checked = {"system": strategy.system, "checkpoint": str(entry.get("nonce"))} | ddp_options(options)
         checked |= {"sync_batchnorm": str(strategy._layer_sync is not None)}
@@ -200,7 +202,10 @@ class Fit:
         if self.transport is not None and module is not None:
             # workers that train weights of their own may have different optimizers
             optimizers = strategy.optimizers if self.exchange.replicates else []
-            check_equal(self.transport, training_options(module.trainer, module, optimizers))
+            checked = training_options(module.trainer, module, optimizers)
+            if strategy.uneven_inputs != "error":  # a way to have different numbers of batches
+                checked.pop("limit_train_batches")
+            check_equal(self.transport, checked)
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         # the factor as it is on the device: get_scale() would wait for it
         self.exchange.bind(strategy.optimizers, None if scaler is None else scaler._get_scale_async)
@@ -287,8 +292,8 @@ class Fit:
         self.register()
         if self.engine is not None and state is not None:
             restore_carried(self.engine, state)
-        elif self.engine is None and self._signals is not None:
-            self._signals.remove()  # there are no messages that could carry notices
+        elif self.engine is None and self._signals is not None and self.transport is not None:
+            self._signals.hand_over(self.transport)  # there are no messages that could carry notices
         self.bind()
         if compiles is not None:
             strategy.model = compiles(strategy.model)
@@ -342,7 +347,7 @@ class Fit:
         if self.lockstep is not None and not isinstance(error, (WorkerLostError, OutOfStepError)):
             self.lockstep.leave(error)
         if self._signals is not None:
-            self._signals.remove(deliver=False)
+            self._signals.remove()
             self._signals = None
         self.exchange.abandon()
         if self.transport is not None:

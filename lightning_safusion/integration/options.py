@@ -34,6 +34,12 @@ REFUSED_OPTIONS: dict[str, str] = {
 # A process group is another object in every process, and each has devices of its own.
 _OWN = {"module", "device_ids", "output_device", "process_group", "device_mesh"}
 
+# Of the trainer: after which batches all workers validate and end.
+_LENGTHS = (
+    "max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "val_check_interval",
+    "check_val_every_n_epoch", "num_sanity_val_steps",
+)  # fmt: skip
+
 
 def refuse_options(options: dict[str, Any], own: list[str]) -> None:
     """Refuses options that contradict the strategy, and names that neither it nor DDP has.
@@ -81,7 +87,7 @@ def training_options(trainer: Trainer, module: nn.Module | None, optimizers: Seq
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "gradient_clip_val": trainer.gradient_clip_val,
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-    }
+    } | {name: getattr(trainer, name) for name in _LENGTHS}
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's callback connector
     schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
     if schedules:

@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment
 
 from lightning_safusion.comm.exchange import Notice
-from lightning_safusion.comm.transport.interface import during
+from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.engine import Engine
 
 _Handler = Callable[[int, FrameType | None], Any]
@@ -76,10 +76,7 @@ class DeferredSignals:
         for number, notice in self._notices.items():
             if heard & notice:
                 self._waiting.pop(number, None)
-                if number in self._handlers:
-                    self._handlers[number](number, None)
-                elif number == signal.SIGINT:  # ignored here: the others end all the same
-                    raise KeyboardInterrupt
+                self._handle(number)
 
     def ask(self) -> None:
         """Delivers also those whose notices no gradients have carried yet. Collective."""
@@ -94,20 +91,38 @@ class DeferredSignals:
 
     def release(self) -> None:
         """Leaves signals to Lightning while no gradients are exchanged. Collective."""
+        self._put_back()  # first: what comes from now on is Lightning's, and what came before is asked for
         self.ask()
-        self.remove()
+        self._forget()
 
-    def remove(self, deliver: bool = True) -> None:
-        """Puts the handlers back.
+    def hand_over(self, transport: Transport) -> None:
+        """Leaves signals to Lightning where no engine is left. Collective.
 
         Args:
-            deliver: Run those whose signal no other rank has a notice of. Not where other ranks may be gone: handlers
-                call collectives.
+            transport: Of all workers.
         """
+        self._put_back()
+        with during("the change to plain DDP, when workers ask each other for signals"):
+            heard = {number for numbers in transport.gather_objects(list(self._waiting)) for number in numbers}
+        for number in sorted(heard):
+            self._handle(number)
+        self._forget()
+
+    def remove(self) -> None:
+        """Puts the handlers back, and runs none: other ranks may be gone, and handlers call collectives."""
+        self._put_back()
+        self._forget()
+
+    def _handle(self, number: int) -> None:
+        if number in self._handlers:
+            self._handlers[number](number, None)
+        elif number == signal.SIGINT:  # ignored here: the others end all the same
+            raise KeyboardInterrupt
+
+    def _put_back(self) -> None:
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == self._hold:
                 signal.signal(number, handler)
-        waiting, self._waiting = self._waiting, {}
-        for number in waiting if deliver else ():
-            self._handlers[number](number, None)
-        self._handlers = {}
+
+    def _forget(self) -> None:
+        self._handlers, self._waiting = {}, {}

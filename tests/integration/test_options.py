@@ -43,7 +43,7 @@ def fit(rank: int, chosen: dict[str, Any], options: dict[str, Any], model: dict[
     strategy = SAFusionStrategy(system=system, timeout=timedelta(seconds=TIMEOUT), **(chosen if rank == 1 else {}))
     began = time.monotonic()
     try:
-        trainer(strategy, max_steps=2, **(options if rank == 1 else {})).fit(
+        trainer(strategy, **({"max_steps": 2} | (options if rank == 1 else {}))).fit(
             Model(**(model if rank == 1 else {})), classification()
         )
     except RuntimeError as error:
@@ -81,6 +81,9 @@ def test_both_workers_are_told_of_the_difference() -> None:
             options={"callbacks": [GradientAccumulationScheduler({2: 4})]}
         ),
         "gradient_clip_val: rank 0 has None, rank 1 has 0.5": differing(options={"gradient_clip_val": 0.5}),
+        "max_steps: rank 0 has 2, rank 1 has 3": differing(options={"max_steps": 3}),
+        "val_check_interval: rank 0 has 1.0, rank 1 has 2": differing(options={"val_check_interval": 2}),
+        "limit_train_batches: rank 0 has 1.0, rank 1 has 4": differing(options={"limit_train_batches": 4}),
         "precision: rank 0 has 32-true, rank 1 has bf16-mixed": differing(options={"precision": "bf16-mixed"}),
         "optimizers: rank 0 has SGD, rank 1 has Adam": differing(model={"kind": torch.optim.Adam}),
         "optimizer 0 (SGD), group 0, lr: rank 0 has 0.1, rank 1 has 0.2": differing(model={"lr": 0.2}),

@@ -171,12 +171,18 @@ def test_handlers_are_put_back_and_nothing_is_swallowed() -> None:
     deferred.deliver()
     assert seen == [signal.SIGTERM]
     os.kill(os.getpid(), signal.SIGTERM)
-    deferred.remove()  # no further step carries the news
+    transport: Any = SimpleNamespace(gather_objects=lambda own: [own, []])
+    deferred.hand_over(transport)  # no further step carries the news
     assert seen == [signal.SIGTERM, signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is mine
+    seen.pop()
+    deferred.install()
+    transport.gather_objects = lambda own: [own, [signal.SIGTERM]]
+    deferred.hand_over(transport)  # another rank has it
+    assert seen == [signal.SIGTERM, signal.SIGTERM]
     deferred.install()
     os.kill(os.getpid(), signal.SIGTERM)
-    deferred.remove(deliver=False)  # other ranks are gone, and a handler would wait for them
+    deferred.remove()  # other ranks are gone, and a handler would wait for them
     assert seen == [signal.SIGTERM, signal.SIGTERM]
 
 
@@ -216,7 +222,7 @@ def test_a_second_interrupt_ends_at_once_and_one_that_is_passed_on_does_not(monk
     engine.notices.heard = Notice.INTERRUPT
     with pytest.raises(KeyboardInterrupt):
         deferred.deliver()
-    deferred.remove(deliver=False)
+    deferred.remove()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -26,6 +26,7 @@ _LOOK_S = 0.3  # a worker that has not moved for so long looks what others wait 
 _SLICE = timedelta(seconds=0.1)  # of a wait on the host, after which it asks whether it is in vain
 _POLL_S = 2e-4  # where the backend has no such waits
 _LEAVE_S = 2.0  # so long who knows of a failure stays for the others to learn of it
+_ANSWER_S = 1.0  # so long the store is waited for, whose worker may be the lost one
 _GRACE_S = 5.0  # so long a host may still wait for a device that waits for ever
 _ROW = 512  # bytes of a place in a meeting
 _NUMBERS = count()
@@ -105,6 +106,7 @@ class Lockstep:
         self._lock = Lock()  # between the meetings and the end of the thread
         self._asked, self._answered, self._told, self._raised = Event(), Event(), Event(), Event()
         self._over, self._until = False, 0.0
+        self._silent = False  # the store has not answered: it is not asked again
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         keeper = f"the launcher on {os.environ.get('MASTER_ADDR')}" if agent else None
         self._roster = Roster(self._store, self._rank, self._world_size, keeper)
@@ -192,11 +194,11 @@ class Lockstep:
         except OutOfStepError:
             raise
         except RuntimeError as error:
-            if self.error is None and self._thread is not None and self._thread.is_alive():
+            if self.error is None and not self._silent and self._thread is not None and self._thread.is_alive():
                 # not asked here: a store that does not answer must not keep the error back
                 self._answered.clear()
                 self._asked.set()
-                self._answered.wait(_LEAVE_S)
+                self._silent = not self._answered.wait(_ANSWER_S)
             if self.error is not None:
                 self._raised.set()
                 raise OutOfStepError(str(self.error)) from error

@@ -91,7 +91,7 @@ class Checkpoints:
             failed = f"{path} could not be saved"
             _on_all_ranks(write, saved.transport, failed, partial(_discard, plugin, path, rank, entry["nonce"]))
         else:
-            write()
+            _named(write, path)
         if asynchronous:
             self._under_way[str(path)] = nonce, before
         elif beside and sweeps:
@@ -245,6 +245,16 @@ def _on_all_ranks(
             undo()
         raise OSError(f"{failed}: {'; '.join(problems[:_SHOWN])}") from failure
     return [theirs for theirs, _ in everyone]
+
+
+def _named(write: Callable[[], None], path: _PATH) -> None:
+    """Writes; an error that names no file names ``path``."""
+    try:
+        write()
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _reason(error: BaseException) -> str:
