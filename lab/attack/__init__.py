@@ -1,0 +1,1 @@
+"""Attacks on real jobs: worker processes over gloo on CPUs that lose a worker, a file, a message or a setting."""
