@@ -17,7 +17,7 @@ from lab.attack.workers import End, Job, hit_at
 
 _STEPS, _LATEST = 60, 9
 _LIMIT_S = 60.0
-_PLACES = re.compile(r"step \d+|batch \d+|epoch \d+|lost during \S+")
+_PLACES = re.compile(r"step \d+|batch \d+|epoch \d+|lost during \S+|could (not )?be (saved|written)")
 _LOST = ("WorkerLostError", "OutOfStepError")
 _SIGNALS = {"int": ("KeyboardInterrupt", "SystemExit"), "term": ("SIGTERMException", "SystemExit")}
 _ENDED_BY = {"int": "SIGINT", "term": "SIGTERM"}

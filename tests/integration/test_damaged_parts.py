@@ -158,6 +158,7 @@ ENTRIES: dict[str, tuple[Change, str]] = {
     "exchanges": (_set("engine", "exchanges", value=[3]), "cannot be restored: TypeError"),
     "format": (_set("format", value="new"), "has 'new' as 'format'"),
     "digests": (_set("digests", value=["0"]), "has 1 digests for 2 workers"),
+    "a setting": (_set("settings", "memory", value={}), "has {} as 'memory' in 'settings'"),
     "settings": (_set("settings", value={}), "lacks 'compressor' in 'settings'"),
 }
 

@@ -130,6 +130,9 @@ def _entry_problem(entry: Mapping[str, Any]) -> str | None:
         for key in keys:
             if key not in entry[part]:
                 return f"lacks {key!r} in {part!r}"
+    for key, text in entry["settings"].items():
+        if not isinstance(text, str):
+            return f"has {text!r:.50} as {key!r} in 'settings'"
     if not _NONCE.fullmatch(entry["nonce"]):
         return f"has {entry['nonce']!r:.50} as 'nonce'"
     return _counters_problem(entry["engine"])
