@@ -25,6 +25,7 @@ from tests.models import TinyClassifier, fit
 from tests.process_group import run_launched
 
 PLACES = {
+    "configure_model": "during the barrier 'set-up begins' of Lightning in step 0, epoch 0",
     "setup": "during the barrier 'post_setup' of Lightning in step 0, epoch 0",
     "configure_optimizers": "during set-up, when workers compare their settings",
     "on_train_epoch_start": "during the beginning of epoch 1, when workers compare their trainable parameters",

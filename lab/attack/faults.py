@@ -48,8 +48,7 @@ class Spot:
         actions: Attacks that make sense there.
         after: The attack comes when the call has returned.
         main: Only rank 0 comes there.
-        begins: It is passed before the first step. Where process groups are made meanwhile, those that wait for a
-            worker have no connection to it yet, and learn of its end by their timeout alone.
+        begins: It is passed before the first step.
         once: It is passed only once.
         defers: A signal is heard by all ranks before the same batch there.
     """

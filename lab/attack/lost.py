@@ -71,8 +71,7 @@ class LostWorker:
 def judged(ends: Sequence[End], fault: Fault, hit: float | None, patience: float) -> Verdict:
     """Whether a job has ended as it should, once one of its workers was hit.
 
-    A worker that is stopped is noticed by the timeout of the process group, and so is one that ends while groups are
-    made.
+    A worker that is stopped is noticed by the timeout of the process group.
 
     Args:
         ends: Of all workers.
@@ -89,7 +88,7 @@ def judged(ends: Sequence[End], fault: Fault, hit: float | None, patience: float
     if late:
         return Verdict(False, f"rank {late[0].rank} hung", seconds=seconds)
     # where signals are Lightning's own, its handlers call collectives in the middle of others
-    waits = fault.action == "stop" or SPOTS[fault.spot].begins or (fault.action in _SIGNALS and not defers)
+    waits = fault.action == "stop" or (fault.action in _SIGNALS and not defers)
     most = patience + (TIMEOUT if waits else 0.0)
     if seconds > most:
         return Verdict(False, f"a survivor ended after {seconds:.1f} s, more than {most:g}", seconds=seconds)

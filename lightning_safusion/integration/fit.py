@@ -119,8 +119,12 @@ class Fit:
         strategy, self.decided = self._strategy, decided
         group = strategy._ddp_kwargs.get("process_group")
         if group is None or dist.get_world_size(group) == strategy.world_size:
+            # torch waits for ever for a store whose worker stands still: all are asked whether they are there, before
+            # and after it is needed
+            strategy.barrier("set-up begins")
             with during("set-up, when workers make a process group for their meetings"):
                 self.lockstep = Lockstep.of_all(strategy.root_device, strategy._timeout, lambda: more_batches(trainer))
+            strategy.barrier("set-up goes on")
         team = None
         if (lockstep := self.lockstep) is not None:
             self._epoch_end.attach(trainer, lockstep)
