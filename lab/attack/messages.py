@@ -132,8 +132,7 @@ def _read(codec: Codec, message: Tensor, compiled: bool) -> tuple[str, Tensor]:
         try:
             inbox = codec.inbox(message[None]) if compiled else None
             if inbox is not None:
-                messages = inbox()
-                native.mean_into([span], native.Parts.between([0, codec.numel]), lambda start, stop: messages, 1.0)
+                native.mean_into([span], native.Parts.between([0, codec.numel]), inbox(), 1.0)
             else:
                 positions, values = codec.reader(message)(0, codec.numel)
                 span.zero_()
