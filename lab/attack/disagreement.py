@@ -38,6 +38,7 @@ ARGUMENTS: dict[str, Any] = {
     "select_by": "gradient",
     "uneven_inputs": "join",
     "weighting": "samples",
+    "integrity": "checksum",
 }
 #: Those that cannot be tried here.
 ELSEWHERE = {"transport": "needs Horovod"}
