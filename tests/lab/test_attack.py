@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 from collections.abc import Mapping
@@ -140,7 +141,7 @@ def test_damaged_messages_are_read_alike() -> None:
 def test_the_table_never_shows_a_row_as_done_that_was_not_run() -> None:
     verdicts = {"kill": Verdict(False, "rank 0 hung"), "link": Verdict(None, "needs root and ip netns", 0)}
     outcomes = [Outcome(name, 7, {}, verdict) for name, verdict in verdicts.items()]
-    console = Console(width=250, record=True, quiet=True)
+    console = Console(width=250, record=True, file=io.StringIO())
     console.print(table(chosen_of("kill|link|stop"), outcomes))
     shown = console.export_text()
     assert "| NOT HELD: rank 0 hung (1)" in shown
