@@ -138,7 +138,8 @@ def judged(ends: Sequence[End], setting: str) -> Verdict:
 
 def _arguments() -> Disagreement:
     cases: list[tuple[str, Case, Case]] = [(name, {}, {"strategy": {name: value}}) for name, value in ARGUMENTS.items()]
-    return Disagreement("argument", "one worker with another argument of SAFusionStrategy", cases)
+    but = ", ".join(f"{name} {why}" for name, why in ELSEWHERE.items())
+    return Disagreement("argument", f"one worker with another argument of SAFusionStrategy (not tried: {but})", cases)
 
 
 def _ddp_options() -> Disagreement:
