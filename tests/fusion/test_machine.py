@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from lightning_safusion.fusion.layout import TensorSpec
+from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.state import carried, common_state, restore_carried
 from lightning_safusion.integration import checkpoint
 from lightning_safusion.sparsify.schedule import DensitySchedule
@@ -194,18 +197,21 @@ class Job(RuleBasedStateMachine):
             return  # without buffers
         failing %= len(engines)
         before, grads, windows = self._held(), self.cluster.random_grads(seed), engines[0].windows
-        selector, calls = engines[failing].space.selector, [0]
-        span_units = selector.span_units
+        calls, fill = [0], Shipment.fill
 
-        def fails(*args: Any) -> Any:
-            calls[0] += 1
-            if calls[0] > after:
+        def fails(part: str) -> Any:
+            calls[0] += part == "select"
+            if part == "select" and calls[0] > after:
                 raise ValueError("no room")
-            return span_units(*args)
+            return nullcontext()
 
-        selector.span_units = fails  # type: ignore[method-assign]
-        said = self._attempt(grads)
-        del selector.span_units
+        def filled(shipment: Shipment, *args: Any) -> None:
+            if shipment.buffer.exchange.transport.rank == failing:
+                shipment.range = fails
+            fill(shipment, *args)
+
+        with patch.object(Shipment, "fill", filled):
+            said = self._attempt(grads)
         if calls[0] <= after:
             after = 0
         assert all(said) or not any(said), said
