@@ -23,6 +23,7 @@ from lightning_safusion.comm.transport.interface import during, find_lost_with, 
 from lightning_safusion.comm.transport.roster import Roster
 
 _LOOK_S = 0.3  # a worker that has not moved for so long looks what others wait for
+_SOON_S = 0.02
 _SLICE = timedelta(seconds=0.1)  # of a wait on the host, after which it asks whether it is in vain
 _POLL_S = 2e-4  # where the backend has no such waits
 _LEAVE_S = 2.0  # so long who knows of a failure stays for the others to learn of it
@@ -242,7 +243,8 @@ class Lockstep:
         seen = None
         with suppress(RuntimeError):  # the store has gone with its worker
             while self.error is None:
-                asked = self._asked.wait(_LOOK_S)
+                # at first soon: who keeps the store must be known before it goes
+                asked = self._asked.wait(_LOOK_S if self._roster.complete else _SOON_S)
                 self._asked.clear()
                 if self._over:
                     break

@@ -86,6 +86,11 @@ class Roster:
 
     # What the thread calls
 
+    @property
+    def complete(self) -> bool:
+        """Whether it is known who keeps the store."""
+        return self._first is not None
+
     def look(self) -> None:
         """Answers, and finds out who is lost, where that has been asked; raises RuntimeError if the store has gone."""
         if self._first is None and self._store.check(["worker 0"]):
