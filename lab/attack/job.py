@@ -148,6 +148,7 @@ def train(recipe: Recipe, callbacks: Sequence[Callback], told: dict[str, Any]) -
     saves: list[Callback] = []
     if recipe.checkpoints is not None:
         options = {"save_top_k": 1, "every_n_train_steps": SAVES_EVERY, "enable_version_counter": False}
+        # the options are of several types
         saves = [ModelCheckpoint(recipe.checkpoints, "last", **options), Recorder(recipe.checkpoints)]  # type: ignore[arg-type]
     trainer = Trainer(
         **{

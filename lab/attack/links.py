@@ -67,6 +67,7 @@ class Link:
         if self.kind == "slow":
             self.machine.shape(_SLOW)
         else:
+            # wherever the system has it
             subprocess.run(["ip", "link", "set", "dev", self.machine.device, way], check=True)  # noqa: S607
 
 

@@ -53,9 +53,7 @@ class SlowWorker:
 
     rank: int
     host: str  #: its name; empty where it is not known
-    waiting_s: (
-        float  #: seconds of every step for which the median of the other workers waits for it, at the last review
-    )
+    waiting_s: float  #: seconds of every step for which the median of the others waits for it, at the last review
     step_s: float  #: seconds of a step
     since: int  #: number of the first window in which that was measured
 

@@ -359,7 +359,7 @@ class Fit:
         if self.lockstep is not None:
             self.lockstep.rest()  # its group ends with the default one, or with the process
             self.lockstep = None
-        self.inputs = Inputs()
+        self.inputs.abandon()
 
     def close(self) -> None:
         """Drops all of it; the history keeps the engine, whose residuals may still be saved."""

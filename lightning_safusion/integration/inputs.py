@@ -176,12 +176,18 @@ class Inputs:
             )
         return samples
 
-    def close(self) -> None:
-        """Ends the group of all workers, and leaves loaders as they were. May wait for the other workers."""
+    def abandon(self) -> None:
+        """Leaves loaders as they were; waits for nobody."""
         for loader in self._loaders:
             loader.release()
-        if self._team is not None:
-            self._team.close()
+        self._loaders, self._team, self._make_team = [], None, None
+
+    def close(self) -> None:
+        """Ends the group of all workers as well. May wait for them."""
+        team = self._team
+        self.abandon()
+        if team is not None:
+            team.close()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -59,11 +60,26 @@ class Team:
         return wait
 
     def lend(self, batch: Any, source: int) -> Any:
-        """The batch of one worker."""
-        box = [batch if self.rank == source else None]
+        """The batch of one worker.
+
+        Raises:
+            RuntimeError: On all workers, if it cannot be pickled.
+        """
+        box: list[Any] = [None, None]
+        if self.rank == source:
+            try:
+                box = [pickle.dumps(batch), None]
+            except Exception as error:
+                box = [None, f"{type(error).__name__}: {error}"]
         with self._exchanging("the copy of a batch for a worker that has none"):
             dist.broadcast_object_list(box, src=source, group=self._group)
-        return box[0]
+        copied, problem = box
+        if problem is not None:
+            raise RuntimeError(
+                f"A batch of rank {source} cannot be copied to a worker that has none ({problem}): give every worker a "
+                "batch, or batches that can be pickled."
+            )
+        return pickle.loads(copied)  # noqa: S301  # of a worker of this job, as torch's own objects
 
     def __deepcopy__(self, memo: object) -> Team:
         return self
@@ -86,7 +102,9 @@ def _is_sure(loader: Iterable[Any]) -> bool:
     if isinstance(loader, (list, tuple)):
         return True
     parts = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
-    known = all(type(part).__module__.split(".")[0] in ("torch", "lightning") for part in parts)
+    # a collate function of the user's may give None, for a batch of which nothing is left
+    made = [type(part) for part in parts] + [getattr(loader, "collate_fn", None)]
+    known = all(str(getattr(part, "__module__", "")).split(".")[0] in ("torch", "lightning") for part in made)
     return known and not has_iterable_dataset(loader) and not hasattr(loader, "load_state_dict")
 
 
@@ -149,7 +167,9 @@ class UnevenLoader:
         if not self._ended:
             self._having.clear()
         self._ended = False
-        return self._batches(iter(self.own))
+        batches = iter(self.own)
+        # Lightning would skip None on this worker alone
+        return self._batches((batch for batch in batches if batch is not None) if self._joins else batches)
 
     def having(self) -> list[bool] | None:
         """Which workers have a batch of their own, by rank: of the oldest batch that this was not asked of; None where

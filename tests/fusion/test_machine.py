@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -65,6 +65,16 @@ class Set(DensitySchedule):
 
     def __call__(self, step: int, epoch: int) -> float:
         return self.density
+
+
+class _Took(NamedTuple):
+    """One window, by rank and registration index."""
+
+    grads: list[list[Tensor]]
+    fresh: list[list[bool]]
+    means: list[list[Tensor]]
+    unstepped: list[Any]  # tensors whose gradient before has not been used
+    plain: bool  # averaged as DDP does
 
 
 class Job(RuleBasedStateMachine):
@@ -253,20 +263,11 @@ class Job(RuleBasedStateMachine):
         """Registration indices as gradients arrive."""
         return [spec.index for spec in self.cluster.engines[0].space.layout.specs]
 
-    def _window(
-        self,
-        seed: int,
-        skipped: Collection[str],
-        settle: bool,
-        stale: Mapping[str, int | None] | None = None,
-        bad: tuple[int, str] | None = None,
-        order: Sequence[int] | None = None,
-    ) -> None:
-        """One that ends, and steps of optimizers."""
-        cluster, stale = self.cluster, stale or {}
-        engines, ranks = cluster.engines, range(len(cluster.engines))
-        if not self.settled:  # as its beginning does
-            self._settle()
+    def _drawn(
+        self, seed: int, stale: Mapping[str, int | None], bad: tuple[int, str] | None
+    ) -> tuple[list[list[Tensor]], list[list[bool]], str | None]:
+        """Gradients of all ranks, which of them are fresh, and the tensor that one rank has spoiled."""
+        cluster, ranks = self.cluster, range(len(self.cluster.engines))
         grads, fresh = cluster.random_grads(seed), [[True] * len(cluster.specs) for _ in ranks]
         for spec in cluster.specs:
             if spec.name in stale:
@@ -280,6 +281,50 @@ class Job(RuleBasedStateMachine):
             if bad is not None and spec.name == bad[1] and spec.numel and fresh[bad[0]][spec.index]:
                 grads[bad[0]][spec.index][spec.numel // 2] = math.nan
                 spoiled = spec.name
+        return grads, fresh, spoiled
+
+    def _account(
+        self, spec: TensorSpec, took: _Took, spoiled: str | None, seen: str | None, skipped: Collection[str]
+    ) -> None:
+        """What became of a tensor in a window: replicas are equal, and what was not sent is held."""
+        i, name = spec.index, spec.name
+        mine, got = [own[i].double() for own in took.grads], [own[i] for own in took.means]
+        if not any(flags[i] for flags in took.fresh):
+            assert equal(got, [own[i] for own in took.grads]), f"{name}: stale everywhere, and not left as it was"
+            return
+        assert all(torch.equal(got[0].view(torch.int32), each.view(torch.int32)) for each in got) or name == spoiled
+        repeated = any(flags[i] and left[i] for flags, left in zip(took.fresh, took.unstepped, strict=True))
+        whole = sum(mine)
+        self.largest[name] = max([self.largest[name], *whole[whole.isfinite()].abs().tolist()])
+        if took.plain or repeated or not all(flags[i] for flags in took.fresh) or (self.wary and name == spoiled):
+            for each in got:
+                finite = whole.isfinite()
+                assert not each[~finite].isfinite().any()
+                self._assert_close(name, each[finite].double() * len(took.grads), whole[finite], " averaged")
+            return
+        if name == spoiled:
+            assert not any(each.isfinite().all() for each in got)
+            self.held[name] += sum(grad for grad in mine if grad.isfinite().all())
+        elif seen is not None and self.tracked and name in skipped:
+            self.held[name] += 0 if self.wary else whole
+        else:
+            self.held[name] += whole - len(took.grads) * got[0].double()
+
+    def _window(
+        self,
+        seed: int,
+        skipped: Collection[str],
+        settle: bool,
+        stale: Mapping[str, int | None] | None = None,
+        bad: tuple[int, str] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        """One that ends, and steps of optimizers."""
+        cluster, stale = self.cluster, stale or {}
+        engines = cluster.engines
+        if not self.settled:  # as its beginning does
+            self._settle()
+        grads, fresh, spoiled = self._drawn(seed, stale, bad)
         plain = engines[0].dense
         unstepped = [engine.steps.unstepped.copy() for engine in engines]
         means = cluster.step(grads, fresh, order or self._order())
@@ -290,29 +335,9 @@ class Job(RuleBasedStateMachine):
             and any(unstepped[bad[0]][s.index] for s in cluster.specs if s.name == spoiled)
         ):
             seen = None
+        took = _Took(grads, fresh, means, unstepped, plain)
         for spec in cluster.specs:
-            i, name = spec.index, spec.name
-            mine, got = [own[i].double() for own in grads], [own[i] for own in means]
-            if not any(flags[i] for flags in fresh):
-                assert equal(got, [own[i] for own in grads]), f"{name}: stale everywhere, and not left as it was"
-                continue
-            assert all(torch.equal(got[0].view(torch.int32), each.view(torch.int32)) for each in got) or name == spoiled
-            repeated = any(flags[i] and left[i] for flags, left in zip(fresh, unstepped, strict=True))
-            whole = sum(mine)
-            self.largest[name] = max([self.largest[name], *whole[whole.isfinite()].abs().tolist()])
-            if plain or repeated or not all(flags[i] for flags in fresh) or (self.wary and name == spoiled):
-                for each in got:
-                    finite = whole.isfinite()
-                    assert not each[~finite].isfinite().any()
-                    self._assert_close(name, each[finite].double() * len(ranks), whole[finite], " averaged")
-                continue
-            if name == spoiled:
-                assert not any(each.isfinite().all() for each in got)
-                self.held[name] += sum(grad for grad in mine if grad.isfinite().all())
-            elif seen is not None and self.tracked and name in skipped:
-                self.held[name] += 0 if self.wary else whole
-            else:
-                self.held[name] += whole - len(ranks) * got[0].double()
+            self._account(spec, took, spoiled, seen, skipped)
         stepped = [spec.index for spec in cluster.specs if spec.name not in skipped]
         for engine in engines:
             engine.steps.stepped(stepped)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -140,6 +141,32 @@ def test_shares() -> None:
     first, second = run_ranks(2, run)
     assert first == [(False, 1.0, 1.0), (True, 0.0, 0.0)] * 2 + [3.0, 2.0]
     assert second == [(False, 3.0, 3.0), (False, 4.0, 4.0)] * 2 + [1.0, 2.0]
+
+
+def test_a_loader_that_has_ended_has_no_part_in_later_batches() -> None:
+    """As in a CombinedLoader of mode max_size."""
+
+    def run(rank: int) -> list[bool]:
+        inputs = Inputs("join", "workers", 2, team)
+        long, short = (inputs.take(Unsized(range(1, 1 + count)), Step()) for count in (3, 1 + rank))
+        several = list(zip_longest(long, short))
+        found = []
+        for batch in several:
+            inputs.begin(batch)
+            found.append(inputs.idle)
+        return found
+
+    assert run_ranks(2, run) == [[False, True, False], [False, False, False]]
+
+
+def test_batches_of_nothing_are_left_out_and_what_cannot_be_copied_is_named() -> None:
+    def run(rank: int) -> list[Any]:
+        some = list(UnevenLoader(Unsized([[1, None], [None, 2, 3, None]][rank]), team(), joins=True))
+        with pytest.raises(RuntimeError, match=r"A batch of rank 1 cannot be copied .*pickle") as caught:
+            list(UnevenLoader(Unsized([lambda: None] * rank), team(), joins=True))
+        return [some, type(caught.value).__name__]
+
+    assert run_ranks(2, run) == [[[1, 1], "RuntimeError"], [[2, 3], "RuntimeError"]]
 
 
 @pytest.mark.parametrize(
