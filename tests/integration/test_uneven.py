@@ -129,13 +129,15 @@ class Wrapped(TinyClassifier):
             metric.compute()
 
 
-def test_joined_workers_train_the_mean_of_those_that_have_a_batch() -> None:
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 8), (3, 4)])
+def test_joined_workers_train_the_mean_of_those_that_have_a_batch(accumulate: int, steps: int) -> None:
     def run(rank: int) -> tuple[list[Tensor], list[float], float, int]:
         model = Counts()
         dataset = data(rank, 4 * BATCHES[rank])
         loader = DataLoader(dataset if rank < 2 else Sequence(dataset), batch_size=4)
         strategy = SAFusionStrategy(density=1.0, uneven_inputs="join", timeout=timedelta(seconds=30))
-        job = trainer(strategy, devices=3, max_epochs=2, use_distributed_sampler=False)
+        options = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
+        job = trainer(strategy, devices=3, use_distributed_sampler=False, **options)
         job.fit(model, loader)
         return weights(model), model.seen, float(job.callback_metrics["loss"]), job.global_step
 
@@ -147,13 +149,14 @@ def test_joined_workers_train_the_mean_of_those_that_have_a_batch() -> None:
         for number in range(max(BATCHES)):
             batches = [data(rank, 4 * own)[4 * number : 4 * number + 4] for rank, own in enumerate(BATCHES)]
             present = [nn.functional.cross_entropy(model(x), y) for x, y in batches if len(x)]
-            optimizer.zero_grad()
-            torch.stack(present).mean().backward()
-            optimizer.step()
+            (torch.stack(present).mean() / accumulate).backward()
+            if number % accumulate == accumulate - 1 or number == max(BATCHES) - 1:
+                optimizer.step()
+                optimizer.zero_grad()
             losses += [float(loss.detach()) for loss in present]
-    for rank, (own, seen, loss, steps) in enumerate(found):
+    for rank, (own, seen, loss, made) in enumerate(found):
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(own, weights(model), strict=True))
-        assert (seen, steps) == ([4.0 * BATCHES[rank]] * 4, 8)
+        assert (seen, made) == ([4.0 * BATCHES[rank]] * 4, steps)
         assert loss == pytest.approx(sum(losses) / len(losses))
 
 

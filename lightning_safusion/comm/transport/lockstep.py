@@ -24,6 +24,7 @@ from lightning_safusion.comm.transport.roster import Roster
 
 _LOOK_S = 0.3  # a worker that has not moved for so long looks what others wait for
 _SOON_S = 0.02
+_STORE_S = 5e-3  # the store is asked no more often, by all workers together
 _SLICE = timedelta(seconds=0.1)  # of a wait on the host, after which it asks whether it is in vain
 _POLL_S = 2e-4  # where the backend has no such waits
 _LEAVE_S = 2.0  # so long who knows of a failure stays for the others to learn of it
@@ -107,6 +108,7 @@ class Lockstep:
         self._lock = Lock()  # between the meetings and the end of the thread
         self._asked, self._answered, self._told, self._raised = Event(), Event(), Event(), Event()
         self._over, self._until = False, 0.0
+        self._look_s = max(_LOOK_S, self._world_size * _STORE_S)
         self._silent = False  # the store has not answered: it is not asked again
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         keeper = f"the launcher on {os.environ.get('MASTER_ADDR')}" if agent else None
@@ -244,7 +246,7 @@ class Lockstep:
         with suppress(RuntimeError):  # the store has gone with its worker
             while self.error is None:
                 # at first soon: who keeps the store must be known before it goes
-                asked = self._asked.wait(_LOOK_S if self._roster.complete else _SOON_S)
+                asked = self._asked.wait(self._look_s if self._roster.complete else _SOON_S)
                 self._asked.clear()
                 if self._over:
                     break
