@@ -93,6 +93,25 @@ def test_before_the_last_exchange_has_ended_more_batches_are_known() -> None:
         assert "rank 0 has ended epoch 0 after 10 batches; rank 1 has more batches after batch 10 of epoch 0" in said
 
 
+def test_batches_of_the_next_epoch_are_none_of_the_one_that_all_have_ended() -> None:
+    """Rank 0 has ended it and still saves; rank 1 knows already that there will be others."""
+
+    def run(rank: int) -> Any:
+        lockstep = Lockstep(torch.device("cpu"), more=lambda: rank == 1)
+        lockstep.begin_batch(0, 63)
+        lockstep.end_epoch(0, exhausted=True)
+        lockstep.meet("save")
+        for looking in range(2):
+            if rank == looking:
+                lockstep._look(lockstep._place)
+            torch.distributed.barrier()
+        lockstep.meet("the next save")
+        lockstep.close()
+        return lockstep.error
+
+    assert run_ranks(2, run) == [None, None]
+
+
 def test_where_a_wait_has_no_limit_the_work_is_asked() -> None:
     """As NCCL's: an error of the check ends the wait, and the work is not waited for."""
 

@@ -27,8 +27,8 @@ EXCEPTIONS = {
     "of the shell": r"(export|mkdir|ls) ",
     "builds or tests the whole project, which CI does": r"(make|pytest|(SAFUSION_VERSIONS=1 )?python -m pytest) ",
     "measures or trains for minutes": (
-        r"safusion (bench|demo)\b|python -m lab (attack|bench|selection|native|hook|window|numerics|callbacks|missing-rate)\b"
-        r"|python -m lab (perplexity|experiments$|break-even|convergence (--output|--tasks|--study))|SAFUSION_CUDA_"
+        r"safusion (bench|demo)\b|python -m lab (bench|selection|native|hook|window|numerics|callbacks|missing-rate)\b"
+        r"|python -m lab (attack\b|perplexity|experiments$|break-even|convergence (--output|--tasks|--study))|SAFUSION_CUDA_"
     ),
     "needs a GPU, or Triton's compiler for minutes": r"python3? -m lab (gpu|kernels|launches)\b",
     "stands for something of the reader's": (

@@ -103,6 +103,7 @@ class Lockstep:
         self._device = device if self._polls else torch.device("cpu")
         self._more = more
         self._epoch = self._batch = -1
+        self._epoch_ended = False  # no batch of the next one has begun
         self._place = _Place(self._rank, 0, 0, "", "is before its first batch")
         self._thread: Thread | None = None
         self._lock = Lock()  # between the meetings and the end of the thread
@@ -130,7 +131,7 @@ class Lockstep:
     def begin_batch(self, epoch: int, batch: int) -> None:
         """A batch begins, the ``batch``-th of an epoch, from 0. Raises as :meth:`check`."""
         self.check()  # Lightning drops errors of what it broadcasts between two batches
-        self._epoch, self._batch = epoch, batch
+        self._epoch, self._batch, self._epoch_ended = epoch, batch, False
         place = self._place
         where = f"is in batch {batch + 1} of epoch {epoch}"
         self._place = replace(place, batches=place.batches + 1, kind="", where=where, exhausted=False)
@@ -142,6 +143,7 @@ class Lockstep:
         batches = self._batch + 1 if self._epoch == epoch else 0
         with during(f"the end of epoch {epoch}, after {batches} batches"):
             self._meet("end of an epoch", f"has ended epoch {epoch} after {batches} batches", exhausted)
+        self._epoch_ended = True
 
     def meet(self, kind: str) -> None:
         """Waits until all workers have come to a meeting of this kind. Collective.
@@ -261,7 +263,8 @@ class Lockstep:
 
     def _look(self, mine: _Place) -> None:
         """Looks whether this worker, which does not move, waits in vain, and tells others where it waits."""
-        more = None if mine.kind else self._more()
+        # all have ended the epoch: what is left of the next one says nothing of the batches before
+        more = None if mine.kind or self._epoch_ended else self._more()
         if more is False:
             mine = replace(mine, where=f"{mine.where}, its last", exhausted=True)
         if mine.kind or mine.exhausted:
