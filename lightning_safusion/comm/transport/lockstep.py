@@ -219,7 +219,9 @@ class Lockstep:
         """Who is lost, as :func:`~lightning_safusion.comm.transport.interface.lost_workers` says it."""
         self._roster.ask()
         self._asked.set()
-        return self._roster.lost()
+        said = self._roster.lost(wait=not self._silent)
+        self._silent |= not self._roster.known
+        return said
 
     def leave(self, error: BaseException) -> None:
         """Tells the other workers of an error that ends this one; waits a second at most."""

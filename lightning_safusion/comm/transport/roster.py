@@ -69,9 +69,18 @@ class Roster:
         """Has the thread find out who is lost."""
         self._asked.set()
 
-    def lost(self) -> str:
-        """A clause about the workers that are lost, after :meth:`ask`. Waits at most a second."""
-        if self._known.wait(_PATIENCE_S) or self._keeper is None and not self._me.rank:
+    @property
+    def known(self) -> bool:
+        """Whether it has been found out who is lost."""
+        return self._known.is_set()
+
+    def lost(self, wait: bool = True) -> str:
+        """A clause about the workers that are lost, after :meth:`ask`.
+
+        Args:
+            wait: For a second at most; not where the store is known not to answer.
+        """
+        if self._known.wait(_PATIENCE_S if wait else 0.0) or self._keeper is None and not self._me.rank:
             return self._verdict or _UNKNOWN
         return f"{_UNKNOWN}, nor does the store of the job, which {self._keeper or self._first or 'rank 0'} keeps"
 
