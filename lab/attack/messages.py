@@ -1,9 +1,10 @@
-"""Damaged messages of every wire format, read by the compiled kernels and by NumPy, in a process of its own."""
+"""Damaged messages of every wire format, read by the compiled kernels and by NumPy."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lab.attack.apart import ROOT, ApartError, run_apart, sanitized
 from lab.attack.trial import Verdict
-from lab.attack.workers import Job, mark_hit
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import available_wires, resolve_codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 
-_MESSAGES, _PER_SHAPE = 4000, 25
-_LIMIT_S, _GUARD = 120.0, 1024
+_MESSAGES, _PER_SHAPE = 20_000, 25
+_LIMIT_S, _GUARD = 600.0, 1024
 _LARGEST = 20_000
 WIRES = [wire for wire in available_wires() if "-" in wire]
 
@@ -29,7 +30,7 @@ class DamagedMessages:
     """Thousands of messages whose bits, bytes and fields were changed: both readers refuse one, or read it alike."""
 
     name = "message"
-    what = f"damaged messages of {len(WIRES)} wire formats, by compiled kernels and by NumPy"
+    what = f"damaged messages of {len(WIRES)} wire formats, by compiled kernels (AddressSanitizer, UBSan) and by NumPy"
 
     def draw(self, choice: random.Random, number: int) -> dict[str, Any]:
         """The seed of its messages."""
@@ -37,19 +38,30 @@ class DamagedMessages:
 
     def run(self, drawn: dict[str, Any], folder: Path, patience: float) -> Verdict:
         """Reads them."""
-
-        def work(rank: int, told: dict[str, Any]) -> None:
-            mark_hit(folder)
-            told |= read_damaged(drawn["seed"], drawn["messages"])
-
-        (end,) = Job(work, 1, folder).run(_LIMIT_S, _LIMIT_S)
         if not native.usable():
             return Verdict(None, "the package was installed without a C compiler")
-        if end.how != "finished":
-            return Verdict(False, f"a reader ended: {end.how}: {end.said:.200}")
-        if end.told["differ"]:
-            return Verdict(False, f"{len(end.told['differ'])} read in two ways, first {end.told['differ'][0]}")
-        return Verdict(True, "refused alike, or read alike inside of bounds", end.told["messages"])
+        watched = sanitized()
+        root, variables = watched or (ROOT, {})
+        try:
+            told = run_apart(
+                "lab.attack.messages:read_damaged",
+                drawn["seed"],
+                drawn["messages"],
+                limit=_LIMIT_S,
+                root=root,
+                variables=variables,
+            )
+        except ApartError as error:
+            return Verdict(False, f"a reader {error}")
+        how = "no report" if watched else "without sanitizers, which the compiler lacks"
+        return judged(told, f"refused alike, or read alike inside of bounds; {how}")
+
+
+def judged(told: Mapping[str, Any], well: str) -> Verdict:
+    """What readers have told of damaged messages: those that they read in two ways are faults."""
+    if told["differ"]:
+        return Verdict(False, f"{len(told['differ'])} read in two ways, first {told['differ'][0]}")
+    return Verdict(True, well, told["messages"])
 
 
 def read_damaged(seed: int, messages: int) -> dict[str, Any]:

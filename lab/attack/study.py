@@ -22,11 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.attack.damage import DamagedEntry, DamagedPart
+from lab.attack.device_messages import DeviceMessages
 from lab.attack.disagreement import DISAGREEMENTS
 from lab.attack.disk import FullDisk
+from lab.attack.flips import FlippedBits
 from lab.attack.links import CutLink
 from lab.attack.lost import LostWorker
 from lab.attack.messages import DamagedMessages
+from lab.attack.sealed import FlippedMessages
 from lab.attack.trial import Attack, Outcome, Verdict, choice_of
 from lightning_safusion.literal import literal
 from lightning_safusion.lookup import suggestion
@@ -40,7 +43,10 @@ ATTACKS: tuple[Attack, ...] = (
     LostWorker("sigterm", "SIGTERM to one worker, anywhere", "term"),
     DamagedPart(),
     DamagedEntry(),
+    FlippedBits(),
     DamagedMessages(),
+    DeviceMessages(),
+    FlippedMessages(),
     *DISAGREEMENTS,
     FullDisk(),
     CutLink(),

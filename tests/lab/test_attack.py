@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from inspect import signature
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ import torch
 from lightning.pytorch import Trainer
 from rich.console import Console
 
-from lab.attack import damage, disagreement, links, lost
+from lab.attack import damage, device_messages, disagreement, links, lost, messages
+from lab.attack.apart import ApartError, run_apart
 from lab.attack.faults import ACTIONS, SPOTS, Fault
 from lab.attack.job import compared
-from lab.attack.messages import read_damaged
+from lab.attack.sealed import missed_damage
 from lab.attack.study import ATTACKS, attack, chosen_of, result, table, turns
 from lab.attack.trial import TIMEOUT, Outcome, Verdict, choice_of
 from lab.attack.workers import End, Job
@@ -131,11 +133,24 @@ def test_every_argument_has_another_value() -> None:
     assert {len(each.cases) > 8 for each in disagreement.DISAGREEMENTS} == {True}
 
 
-def test_damaged_messages_are_read_alike() -> None:
-    read = read_damaged(3, 100)
-    assert read["messages"] == 100
-    assert 0 < read["refused"] < 100
+@pytest.mark.parametrize(("reader", "number"), [(messages, 100), (device_messages, 20)])
+def test_damaged_messages_are_read_alike(reader: ModuleType, number: int) -> None:
+    if reader is device_messages:
+        pytest.importorskip("triton")
+    read = reader.read_damaged(3, number)
+    assert read["messages"] == number
+    assert 0 < read["refused"] < number
     assert read["differ"] == []
+
+
+def test_damaged_messages_with_checksums_are_not_read() -> None:
+    assert missed_damage(3, 200) == 0
+
+
+def test_a_python_apart_tells_what_it_has_found_or_why_it_has_not() -> None:
+    assert run_apart("operator:add", 2, 3, limit=60.0) == 5
+    with pytest.raises(ApartError, match="(?s)ended with 1: .*ZeroDivisionError"):
+        run_apart("operator:truediv", 1, 0, limit=60.0)
 
 
 def test_the_table_never_shows_a_row_as_done_that_was_not_run() -> None:

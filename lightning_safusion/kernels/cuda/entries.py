@@ -127,6 +127,32 @@ def _values(
 
 
 @triton.jit
+def _low(message: tl.tensor, field: tl.tensor, low_bits: tl.tensor, there: tl.tensor) -> tl.tensor:
+    """Low bits of entries, from words of 32; ``message``: int32, from its low bits on."""
+    pair = message + (field >> 5)
+    lower = tl.load(pair, mask=there, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    upper = tl.load(pair + 1, mask=there, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    both = ((upper << 32) | lower) >> (field & 31).to(tl.uint64)
+    return both.to(tl.int32) & ((1 << low_bits) - 1)
+
+
+@triton.jit
+def _descends(
+    message: tl.tensor, first: tl.tensor, at: tl.tensor, high: tl.tensor, field: tl.tensor, low: tl.tensor,
+    own: tl.tensor, low_bits: tl.tensor, hit: tl.tensor, BITS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Whether entries do not lie behind the one before them. The bit before that of an entry of the same bucket is set.
+
+    A position that came twice would get one of two values, on each device another.
+    """
+    bit = at + tl.arange(0, BITS)
+    place = first + bit - 1
+    word = tl.load(message + high + (place >> 5), mask=hit & (bit > 0), other=0)
+    follows = hit & (((word >> (place & 31)) & 1) != 0)
+    return follows & (_low(message + low, field - low_bits, low_bits, follows) >= own)
+
+
+@triton.jit
 def read_entries(
     message: tl.tensor,
     marked: tl.tensor,
@@ -134,6 +160,7 @@ def read_entries(
     seen: tl.tensor,
     behind: tl.tensor,
     at: tl.tensor,
+    bucket: tl.tensor,
     elements: tl.tensor,
     begin: tl.tensor,
     size: tl.tensor,
@@ -141,6 +168,7 @@ def read_entries(
     part: tl.tensor,
     part_bits: tl.tensor,
     low_bits: tl.tensor,
+    high: tl.tensor,
     low: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
@@ -156,20 +184,18 @@ def read_entries(
         before, behind: Of :func:`read_region`.
         seen: Entries up to these bits.
         at: Bits before them.
-        elements, begin, size, earlier, part, part_bits, low_bits, low, codes, scales, kind: Of :func:`describe_tile`.
+        bucket, elements, begin, size, earlier, part, part_bits, low_bits, high, low, codes, scales, kind: Of
+            :func:`describe_tile`.
         BITS: How many.
         VALUES: Their kind, or ``ANY_VALUES`` if only the device knows it.
     """
     entry = seen + tl.cumsum(marked, 0) - marked
     hit = (marked != 0) & (entry < behind)
     field = entry * low_bits
-    pair = message + low + (field >> 5)
-    lower = tl.load(pair, mask=hit, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-    upper = tl.load(pair + 1, mask=hit, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-    both = ((upper << 32) | lower) >> (field & 31).to(tl.uint64)
-    bucket = at + tl.arange(0, BITS) - (entry - before)
-    inside = (bucket << low_bits) + (both.to(tl.int32) & ((1 << low_bits) - 1))
+    own = _low(message + low, field, low_bits, hit)
+    inside = ((at + tl.arange(0, BITS) - (entry - before)) << low_bits) + own
     wrong = hit & (inside >= elements)
+    wrong |= _descends(message, before + bucket, at, high, field, low, own, low_bits, hit, BITS)
     hit = hit & (inside >= begin) & (inside < begin + size)
     place = part + ((earlier + inside) >> part_bits)
     value = _values(message, entry, hit, place, codes, scales, kind, VALUES)
@@ -218,8 +244,8 @@ def add_messages(
             buckets = at - (seen - before)
             if (buckets <= last) & (buckets + BITS - here >= first):
                 value, place, hit, outside = read_entries(
-                    messages, marked, before, seen, behind, at,
-                    elements, begin, size, earlier, part, part_bits, low_bits, low, codes, scales, kind, BITS,
+                    messages, marked, before, seen, behind, at, bucket,
+                    elements, begin, size, earlier, part, part_bits, low_bits, high, low, codes, scales, kind, BITS,
                     VALUES,
                 )  # fmt: skip
                 old = tl.load(sums + place, mask=hit, other=0.0)

@@ -192,8 +192,8 @@ def _take_out(
             buckets = at - (seen - before)
             if (buckets <= last) & (buckets + BITS - here >= lowest):
                 value, place, hit, _outside = read_entries(
-                    message, marked, before, seen, behind, at,
-                    elements, begin, size, earlier, part, part_bits, low_bits, low, codes, scales, values,
+                    message, marked, before, seen, behind, at, bucket,
+                    elements, begin, size, earlier, part, part_bits, low_bits, high, low, codes, scales, values,
                     BITS, VALUES,
                 )  # fmt: skip
                 old = tl.load(target + place, mask=hit, other=0.0)

@@ -219,6 +219,21 @@ def test_an_entry_behind_its_region_is_noticed() -> None:
     assert decoded(rank)[0] & 1
 
 
+def test_a_position_that_comes_twice_is_noticed() -> None:
+    """One of two values would be added, on each device another."""
+    rank = sent(Case((9000,), density=0.03, world_size=1), 5)[0]
+    tables = rank.kernels.tables
+    _, high, low = fields(rank)[:3]
+    words, low_bits = rank.kernels.received.view(torch.int32), tables.message.low_bits
+    marked = [place for place in range(32 * (low - high)) if int(words[high + place // 32]) >> place % 32 & 1]
+    entry = next(e for e in range(1, len(marked)) if marked[e] == marked[e - 1] + 1)
+    bits = rank.kernels.received[4 * low :]
+    for bit in range(entry * low_bits, (entry + 1) * low_bits):
+        before = int(bits[(bit - low_bits) >> 3]) >> ((bit - low_bits) & 7) & 1
+        bits[bit >> 3] = int(bits[bit >> 3]) & ~(1 << (bit & 7)) | before << (bit & 7)
+    assert decoded(rank)[0] & 1
+
+
 def test_an_empty_message_of_a_rank_that_failed_is_read() -> None:
     ranks = sent(Case((300, 40)), 5)
     ranks[1].exchange.messages[0].zero_()
