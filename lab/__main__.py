@@ -17,6 +17,7 @@ STUDIES = {
     "window": ("lab.window:window", "What one steady window passes through: modules, functions and Python calls."),
     "numerics": ("lab.numerics:numerics", "Hashes of trained parameters, for every system: what must not change."),
     "attack": ("lab.attack.study:attack", "Attacks on real jobs: lost workers, damage, disagreement, and what held."),
+    "soak": ("lab.attack.soak:soak", "Long trainings: whether memory, files and threads stay level."),
     "native": ("lab.native:compiled", "What the engine costs the CPU with and without compiled kernels."),
     "formats": ("lab.formats:formats", "Size of messages by layout, and the time to write and to read them."),
     "selection": ("lab.selection:selection", "Time of selection before fusion against selection after it."),

@@ -137,7 +137,9 @@ def data(samples: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, y), batch_size=8)
 
 
-def train(recipe: Recipe, callbacks: Sequence[Callback], told: dict[str, Any]) -> None:
+def train(
+    recipe: Recipe, callbacks: Sequence[Callback], told: dict[str, Any], model: Callable[..., Tiny] = Tiny
+) -> None:
     """Trains on this worker; tells the step at which it ends, a digest of the weights, and whether it has an engine."""
     system = SYSTEMS[recipe.system]
     if system.hands_over:
@@ -169,7 +171,7 @@ def train(recipe: Recipe, callbacks: Sequence[Callback], told: dict[str, Any]) -
             **recipe.trainer,
         }
     )
-    module = Tiny(**recipe.model)
+    module = model(**recipe.model)
     try:
         trainer.fit(module, data(8 * workers * 32), data(64), ckpt_path=recipe.resumes)
     finally:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.integration.test_checkpoint import complaints, equal, ours
 from tests.process_group import run_ranks
@@ -40,13 +42,31 @@ class Store(CheckpointIO):
         self._place(path).unlink()
 
 
-def _plugin(folder: Path, asynchronous: bool) -> CheckpointIO:
-    return AsyncCheckpointIO(Store(folder)) if asynchronous else Store(folder)
+class Distributed(Store):
+    """As PyTorch's distributed checkpoints, each a folder with files of its own."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        dcp.save(checkpoint, checkpoint_id=self._place(path), no_dist=True)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        whole = self.folder.parent / f"{self.folder.name}-{dist.get_rank()}.pt"
+        dcp_to_torch_save(self._place(path), whole)
+        loaded: dict[str, Any] = torch.load(whole, map_location, weights_only=weights_only)
+        for optimizer in loaded["optimizer_states"]:  # whose numbers of parameters have become texts
+            optimizer["state"] = {int(number): state for number, state in optimizer["state"].items()}
+        return loaded
 
 
-def _resume(rank: int, folder: Path, path: str, asynchronous: bool) -> dict[str, Any]:
+PLUGINS = {
+    "store": Store,
+    "distributed": Distributed,
+    "asynchronous": lambda folder: AsyncCheckpointIO(Store(folder)),
+}
+
+
+def _resume(rank: int, folder: Path, path: str, plugin: str) -> dict[str, Any]:
     def plugins() -> list[CheckpointIO]:
-        return [_plugin(folder, asynchronous)]
+        return [PLUGINS[plugin](folder)]
 
     with complaints() as said:
         # twice, so that the second replaces the first
@@ -56,11 +76,11 @@ def _resume(rank: int, folder: Path, path: str, asynchronous: bool) -> dict[str,
     return {"complaints": said, "same": equal(parameters(whole), parameters(resumed))}
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("plugin", list(PLUGINS))
 @pytest.mark.parametrize("path", ["artifacts://run/a.ckpt", "/proc/nowhere/a.ckpt"])
-def test_checkpoints_in_a_store_resume_bit_for_bit(tmp_path: Path, path: str, asynchronous: bool) -> None:
+def test_checkpoints_in_a_store_resume_bit_for_bit(tmp_path: Path, path: str, plugin: str) -> None:
     before = set(os.listdir())
-    assert run_ranks(2, _resume, tmp_path, path, asynchronous) == [{"complaints": [], "same": True}] * 2
+    assert run_ranks(2, _resume, tmp_path, path, plugin) == [{"complaints": [], "same": True}] * 2
     assert len(list(tmp_path.iterdir())) == 1
     assert set(os.listdir()) == before
 
