@@ -38,13 +38,13 @@ class WorkerTimes:
     @property
     def others_s(self) -> np.ndarray:
         """Of each rank the median own time of the others [W]."""
-        return _median_of_others(np.array(self.own_s))
+        return median_of_others(np.array(self.own_s))
 
     @property
     def behind_s(self) -> np.ndarray:
         """Seconds by which each rank is slower than the median of the others, as far as these wait for it [W]."""
         own, rest = np.array(self.own_s), np.array(self.rest_s)
-        return np.minimum(own - self.others_s, _median_of_others(rest) - rest)
+        return np.minimum(own - self.others_s, median_of_others(rest) - rest)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _least(own: np.ndarray) -> np.ndarray:
     return np.maximum(LEAST_SHARE * own, LEAST_S)
 
 
-def _median_of_others(values: np.ndarray) -> np.ndarray:
+def median_of_others(values: np.ndarray) -> np.ndarray:
     """Of each of at least two values [W] the median of the others."""
     ascending, places = np.sort(values), np.argsort(np.argsort(values))
     # without the value itself, those behind it move up by one

@@ -29,6 +29,7 @@ class Turned:
     Args:
         steps: Seconds of each step that counts, and of the one before them: without loading, until the device is done.
         loading: Seconds of loading before each of them.
+        samples: Of this worker in the latest step; None where Lightning does not find it.
         peak_bytes: Most memory: allocated by torch on a CUDA device, else resident; None where the system does not say.
         figures: Of the last step, from the strategy's report; empty where it has none.
         plan: Buffers of the plan in use, as ``Plan.to_list`` has them; None where DDP exchanges.
@@ -40,6 +41,7 @@ class Turned:
 
     steps: list[float] = field(default_factory=list)
     loading: list[float] = field(default_factory=list)
+    samples: int | None = None
     peak_bytes: int | None = None
     figures: dict[str, Any] = field(default_factory=dict)
     plan: list[list[Any]] | None = None

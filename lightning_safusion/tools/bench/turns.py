@@ -6,6 +6,7 @@ import copy
 import random
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -106,6 +109,7 @@ class _Timing(Callback):
         self._stops, self._tick = stops, tick
         self._done = self._batches = self._global_step = 0
         self._step = self._load = self._begin = 0.0
+        self._samples: list[int | None] = []  # of the batches of a step
         self._ended = perf_counter()
 
     @override
@@ -145,6 +149,7 @@ class _Timing(Callback):
         self._ended = perf_counter()
         self._step += self._ended - self._begin
         self._batches += 1
+        self._samples.append(_samples_of(batch))
         if trainer.global_step == self._global_step:
             if self._batches > _BATCHES_PER_STEP * (self._done + 1):
                 raise RuntimeError(f"no optimizer has stepped in {self._batches} batches")
@@ -156,7 +161,9 @@ class _Timing(Callback):
         if self._done > self._warmup:
             self.turned.steps.append(self._step)
             self.turned.loading.append(self._load)
-        self._step = self._load = 0.0
+        known = [each for each in self._samples if each is not None]
+        self.turned.samples = sum(known) if len(known) == len(self._samples) else None
+        self._step, self._load, self._samples = 0.0, 0.0, []
         self._tick()
         if self._done >= self._warmup + self._wanted:
             trainer.should_stop = True
@@ -169,6 +176,16 @@ class _Timing(Callback):
             plan = trainer.strategy.plan
             self.turned.plan = plan.to_list() if plan is not None else None
             self.learned = trainer.strategy.learned()
+
+
+def _samples_of(batch: Any) -> int | None:
+    """Samples of a batch; None where Lightning does not find them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return extract_batch_size(batch)
+        except MisconfigurationException:
+            return None
 
 
 def _on_trial(trainer: Trainer) -> bool:

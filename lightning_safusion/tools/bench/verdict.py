@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_safusion.systems import DEFAULT
 from lightning_safusion.tools.accuracy import faster_row, known_accuracy
+from lightning_safusion.tools.batches import better_batches, slow_rank
 from lightning_safusion.tools.bench.forecast import WORTH, rate_in_words
 from lightning_safusion.tools.bench.results import Rounds, SystemFigures, Turned, steps_of
 from lightning_safusion.tools.bench.rows import FLOOR, IN_STEP, YOURS, parse_row
@@ -106,6 +107,7 @@ def judge(
         f"a step of {baseline.system} are the exchange and what it disturbs."
     )
     said += _doubts(floor, baseline, min(len(rounds[best.system]), len(rounds[baseline.system])))
+    said += _slow_worker(rounds.get(FLOOR, ()))
     for each in figures:
         if each.by_ddp:
             said.append(f"{each.system} has left the gradients to plain DDP: {each.plain_ddp}.")
@@ -134,6 +136,22 @@ def _doubts(floor: float, baseline: SystemFigures, count: int) -> list[str]:
     if count < 2:
         doubts.append("All this is from one round: let it go on for more.")
     return doubts
+
+
+def _slow_worker(turns: Sequence[Sequence[Turned]]) -> list[str]:
+    """Which worker the others wait for, by steps without any exchange, and batches with which they would not."""
+    if not turns:
+        return []
+    own = [median(seconds for each in ranks for seconds in each.steps[1:]) for ranks in zip(*turns, strict=True)]
+    slow = slow_rank(own)
+    if slow is None:
+        return []
+    others = median(own[:slow] + own[slow + 1 :])
+    better = better_batches(own, [each.samples for each in turns[-1]])
+    return [
+        f"The others wait for rank {slow}: its step takes {_ms(own[slow])} without any exchange, theirs {_ms(others)}. "
+        f'With weighting="samples", {better} would let them end together.'
+    ]
 
 
 def _memory(best: SystemFigures, baseline: SystemFigures) -> str:

@@ -19,9 +19,9 @@ from lightning_safusion.fusion.slowest import LEAST_SHARE
 from lightning_safusion.literal import plural
 from lightning_safusion.profiling.figures import StepFigures
 from lightning_safusion.profiling.overlap_file import Overlap
+from lightning_safusion.tools.batches import better_batches
 
 _HIDDEN = 0.02  # share of the step below which the exchange counts as hidden
-_RANKS = 8  # at most, whose batches are named
 _DENSITIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 
 Level = Literal["warning", "hint", "good"]
@@ -174,15 +174,5 @@ def _straggler(overlap: Overlap) -> Iterator[Advice]:
 
 def _batches(seconds: Sequence[float]) -> Iterator[Advice]:
     """Batches by which all workers would take as long, from the seconds that they take with equal ones."""
-    if not all(each > 0 for each in seconds):
-        return
-    speeds = [1 / each for each in seconds]
-    factors = [speed * len(speeds) / sum(speeds) for speed in speeds]
-    odd = sorted(range(len(factors)), key=lambda rank: -abs(factors[rank] - 1))[:_RANKS]
-    shown = ", ".join(f"{factors[rank]:.2f} on rank {rank}" for rank in sorted(odd))
-    rest = ", and about 1 on the others" if len(odd) < len(factors) else ""
-    yield Advice(
-        "hint",
-        "Workers with equal batches would take as long as each other with batches in proportion to their speed, of the "
-        f"same sum: times {shown}{rest}.",
-    )
+    if better := better_batches(seconds):
+        yield Advice("hint", f"Workers with equal batches would end together with {better}.")

@@ -90,6 +90,17 @@ def test_it_is_said_in_words() -> None:
     assert "waits for data longer" not in text
 
 
+def test_a_slow_worker_is_named_with_batches_that_suit_it() -> None:
+    def floor(*own: float, samples: int | None = 16) -> dict[str, Any]:
+        return rounds() | {"no-exchange": [[Turned([9.0, each], [9.0, 0.01], samples) for each in own]]}
+
+    text = " ".join(said(floor(0.1, 0.3)).sentences)
+    assert "The others wait for rank 1: its step takes 300 ms without any exchange, theirs 100 ms." in text
+    assert 'With weighting="samples", batches of 24 on rank 0 (16 now), 8 on rank 1 (16 now) would let them' in text
+    assert "batches times 1.50 on rank 0" in " ".join(said(floor(0.1, 0.3, samples=None)).sentences)
+    assert "wait for rank" not in " ".join(said(floor(0.3, 0.301)).sentences)
+
+
 @pytest.mark.parametrize("peak", [100, 600_100, 0])
 def test_memory_that_does_not_differ_is_not_called_less(peak: int) -> None:
     given = rounds(**{DEFAULT: turns(0.25, 0.25, 0.25, peak_bytes=peak)})
