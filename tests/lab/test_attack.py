@@ -181,8 +181,8 @@ def test_workers_that_hang_are_ended_and_none_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_short_attack_holds(tmp_path: Path) -> None:
-    kinds = "kill|raise|sigterm|part|entry|argument|disk"
-    run_alone(lambda: attack(output=tmp_path, only=kinds, trials=1, seed=3, patience=10.0), timeout=120)
+    kinds = "kill|raise|sigterm|part|entry|flip|message|argument|disk"
+    run_alone(lambda: attack(output=tmp_path, only=kinds, trials=1, seed=3, patience=10.0), timeout=400)
     records = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
     assert [record["attack"] for record in records] == kinds.split("|")
     assert all(record["held"] for record in records)
