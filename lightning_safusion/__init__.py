@@ -2,22 +2,14 @@
 
 from typing import TYPE_CHECKING, NoReturn
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_safusion.__about__ import __version__
-from lightning_safusion.callbacks import (
-    BufferSizeTuner,
-    OverlapProfiler,
-    ReplicaConsistencyCheck,
-    TensorMissingRateMonitor,
-    TraceRecorder,
-)
 from lightning_safusion.comm.transport.interface import DamagedMessageError, WorkerLostError
 from lightning_safusion.comm.transport.lockstep import OutOfStepError
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.cadence import Cadence
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.plans.selective import Selective
+from lightning_safusion.integration.attach import Attached, attach
 from lightning_safusion.sparsify import (
     DGC,
     ADTopk,
@@ -48,11 +40,25 @@ from lightning_safusion.sparsify import (
     TopK,
     segmented_view,
 )
-from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import SYSTEMS, System
 
-# Lightning has no entry points for strategies: the names exist once this package is imported.
-SAFusionStrategy.register_strategies(StrategyRegistry)
+_MISSING = ""
+try:
+    from lightning.pytorch.strategies import StrategyRegistry
+except ImportError as error:  # loops of plain PyTorch go without
+    _MISSING = f"{error}"
+else:
+    from lightning_safusion.callbacks import (
+        BufferSizeTuner,
+        OverlapProfiler,
+        ReplicaConsistencyCheck,
+        TensorMissingRateMonitor,
+        TraceRecorder,
+    )
+    from lightning_safusion.strategy import SAFusionStrategy
+
+    # Lightning has no entry points for strategies: the names exist once this package is imported.
+    SAFusionStrategy.register_strategies(StrategyRegistry)
 
 __all__ = [
     "DGC",
@@ -61,6 +67,7 @@ __all__ = [
     "ADTopk",
     "Adaptive",
     "Aligned",
+    "Attached",
     "AutoMemory",
     "BufferSizeTuner",
     "Cadence",
@@ -102,6 +109,7 @@ __all__ = [
     "TraceRecorder",
     "WorkerLostError",
     "__version__",
+    "attach",
     "segmented_view",
 ]
 
@@ -109,4 +117,6 @@ if not TYPE_CHECKING:  # to a type checker, a module with __getattr__ has every 
 
     def __getattr__(name: str) -> NoReturn:
         """Names the alternatives: a misspelt ``class_path`` shows this message and nothing else."""
+        if _MISSING and name in __all__:
+            raise ImportError(f"lightning_safusion.{name} needs Lightning, which cannot be imported: {_MISSING}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import deprecated, override
 
+from lightning_safusion.announce import announce
 from lightning_safusion.comm.transport.horovod import HorovodTransport
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.comm.transport.torch_backend import (
@@ -42,8 +43,7 @@ from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.settings import Integrity
 from lightning_safusion.fusion.slowest import SlowestWorker
 from lightning_safusion.fusion.state import common_state, restore_common
-from lightning_safusion.integration.checkpoint import Checkpoints
-from lightning_safusion.integration.engine_exchange import announce
+from lightning_safusion.integration.checkpoint.checkpoints import Checkpoints
 from lightning_safusion.integration.fit import Fit
 from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.integration.horovod import check_horovod, configure_horovod

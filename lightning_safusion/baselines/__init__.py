@@ -2,7 +2,6 @@
 
 from torch.distributed import ProcessGroup
 
-from lightning_safusion.baselines.dear import Dear
 from lightning_safusion.baselines.easgd import ElasticExchange
 from lightning_safusion.baselines.hooks import DDPHookName, HookExchange
 from lightning_safusion.comm.transport.interface import Transport
@@ -20,6 +19,8 @@ def hook_exchange(name: DDPHookName, transport: Transport, group: ProcessGroup |
         group: The process group that the user has given DDP; None for the default one.
     """
     if name == "dear":
+        from lightning_safusion.baselines.dear import Dear  # needs Lightning
+
         return Dear(transport)
     if name == "local":
         return ElasticExchange(transport, group)

@@ -1,11 +1,12 @@
 """The adapter between torch's DistributedDataParallel and the engine: one Python communication hook."""
 
 # No "from __future__ import annotations": DDP compares the hook's annotation with the class itself.
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -17,6 +18,30 @@ from lightning_safusion.fusion.engine import Engine
 # DDP's `bucket_cap_mb` with which every parameter has a bucket, and hence a call of the hook, of its own: half a byte,
 # which DDP rounds down to 0 bytes. torch 2.11 refuses a plain 0.
 OWN_BUCKETS_MB = 2.0**-21
+
+
+class Relay:
+    """DDP's communication hook, of which there can be one for ever: it passes buckets on, or does what DDP does.
+
+    Args:
+        group: Of DDP.
+
+    Attributes:
+        target: Another hook, which may come and go between two backward passes; None: an all-reduce.
+        taken: Somebody sets the target.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.target: Callable[[object, GradBucket], Future[Tensor]] | None = None
+        self.taken = False
+        self._group = group
+
+    def run(self, state: object, bucket: GradBucket) -> Future[Tensor]:
+        """The communication hook."""
+        return allreduce_hook(self._group, bucket) if self.target is None else self.target(state, bucket)
+
+    def __deepcopy__(self, memo: object) -> "Relay":
+        return self  # as DDPHook
 
 
 class DDPHook:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_safusion.announce import announce
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
-from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
+from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook, Relay
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.fusion.unfused import left_to_torch
@@ -43,13 +43,14 @@ class EngineExchange(GradientExchange):
         choice: Whether the engine sends everything.
         transport: Communicator of the buffers.
         device: Where gradients live.
-        node: Number of the node.
+        node: Number or name of the node.
         options: Arguments of DistributedDataParallel.
-        automatic: Optimization is automatic.
+        automatic: Every tensor gets a gradient on all workers in each step, as in automatic optimization.
         replaceable: Plain DDP can take the engine's place.
         observers: Get the events of every window.
         untrained: Names and parameters with dense gradients that no optimizer has; they are not among the specs.
         hosts: Names of the workers' hosts by rank, for messages.
+        averages: Average gradients that no optimizer has; else they become 0. Default: unless ``automatic``.
     """
 
     engine: Engine
@@ -61,19 +62,20 @@ class EngineExchange(GradientExchange):
         choice: Choice,
         transport: Transport,
         device: torch.device,
-        node: int,
+        node: Hashable,
         options: Mapping[str, Any],
         automatic: bool,
         replaceable: bool,
         observers: list[Observer],
         untrained: Sequence[tuple[str, Tensor]] = (),
         hosts: Sequence[str] = (),
+        averages: bool | None = None,
     ) -> None:
         self._choice = choice
         self._hook: DDPHook | None = None
         self._static_graph = bool(options.get("static_graph"))
         self._params: list[Tensor] = []  # by registration index
-        self._untrained, self._automatic = list(untrained), automatic
+        self._untrained, self._averages = list(untrained), not automatic if averages is None else averages
         self.switches: list[MomentumSwitch] = []  # of optimizers whose momentum the memory carries
         self._fades = False  # the memory has a momentum
         if choice.mode is Mode.DENSE_ENGINE:
@@ -125,7 +127,8 @@ class EngineExchange(GradientExchange):
         size = options.get("bucket_cap_mb") or OWN_BUCKETS_MB
         return options | {"bucket_cap_mb": size, "gradient_as_bucket_view": True}
 
-    def register(self, ddp: DistributedDataParallel) -> None:
+    def register(self, ddp: DistributedDataParallel, relay: Relay | None = None) -> None:
+        """See :meth:`GradientExchange.register`; ``relay``: DDP's hook, if it has one."""
         ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
         left = {id(param) for _, param in self._untrained}
         self._params = [param for _, param in dense_parameters(ddp.module) if id(param) not in left]
@@ -135,9 +138,12 @@ class EngineExchange(GradientExchange):
             sparse_parameters(ddp.module),
             self._static_graph,
             untrained=self._untrained,
-            averages=not self._automatic,
+            averages=self._averages,
         )
-        ddp.register_comm_hook(None, self._hook.run)
+        if relay is None:
+            ddp.register_comm_hook(None, self._hook.run)
+        else:
+            relay.target = self._hook.run
 
     def bind(self, optimizers: Sequence[Optimizer], loss_scale: Callable[[], Tensor | None] | None = None) -> None:
         self._close_switches()
@@ -193,8 +199,3 @@ class EngineExchange(GradientExchange):
             switch.close()
         self.switches = []
         self.engine.space.selector.units = None  # it holds the optimizers
-
-
-def announce(text: str) -> None:
-    """Prints one line, on rank 0."""
-    rank_zero_info(f"SAFusionStrategy: {text}.")

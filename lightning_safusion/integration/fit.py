@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_safusion.announce import announce
 from lightning_safusion.baselines import hook_exchange
 from lightning_safusion.comm.transport.interface import Transport, WorkerLostError, during
 from lightning_safusion.comm.transport.lockstep import Lockstep, OutOfStepError
@@ -23,7 +24,7 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Clock, clock_for
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.state import carried, restore_carried
-from lightning_safusion.integration.engine_exchange import EngineExchange, announce
+from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
 from lightning_safusion.integration.inputs import Inputs
 from lightning_safusion.integration.meeting import EpochEnd, more_batches

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_safusion.integration.engine_exchange import announce
+from lightning_safusion.announce import announce
 from lightning_safusion.integration.uneven import Team, UnevenInputs, UnevenLoader, uneven_loader
 from lightning_safusion.lookup import check_name
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from lightning_safusion.announce import rank_zero_warn
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.integration.units import Group, is_muon, own_momentum
 

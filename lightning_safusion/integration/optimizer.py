@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from weakref import WeakSet
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer, RAdam
 
+from lightning_safusion.announce import MisconfigurationException
 from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.settings import EngineSettings

@@ -11,10 +11,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_safusion.integration.parameters import as_text, optimizer_options
 from lightning_safusion.lookup import suggestion
 
 #: Options of DDP under which the strategy would not see every gradient. LightningCLI passes every option with its
@@ -76,7 +77,7 @@ def ddp_options(given: Mapping[str, Any]) -> dict[str, str]:
     """Every option of DistributedDataParallel as text: those given, and the defaults of the others."""
     known = signature(DistributedDataParallel).parameters
     options = {name: parameter.default for name, parameter in known.items()} | dict(given)
-    return {name: _text(value) for name, value in options.items() if name not in _OWN}
+    return {name: as_text(value) for name, value in options.items() if name not in _OWN}
 
 
 def training_options(trainer: Trainer, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> dict[str, str]:
@@ -92,23 +93,4 @@ def training_options(trainer: Trainer, module: nn.Module | None, optimizers: Seq
     schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
     if schedules:
         options["gradient accumulation schedule"] = [list(each.items()) for each in schedules]
-    options["optimizers"] = ", ".join(type(optimizer).__qualname__ for optimizer in optimizers)
-    for number, optimizer in enumerate(optimizers):
-        name = f"optimizer {number} ({type(optimizer).__qualname__})"
-        for place, group in enumerate(optimizer.param_groups):
-            options[f"{name}, group {place}, parameters"] = len(group["params"])
-            options |= {f"{name}, group {place}, {key}": group[key] for key in sorted(group) if key != "params"}
-    return {name: _text(value) for name, value in options.items()}
-
-
-def _text(value: Any) -> str:
-    """The same text in every process for the same value."""
-    if isinstance(value, str):  # also the names of an enumeration
-        return str(getattr(value, "value", value))
-    if isinstance(value, (bool, int, float, type(None))):
-        return repr(value)
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return repr(value.item())
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
-    return type(value).__qualname__
+    return {name: as_text(value) for name, value in options.items()} | optimizer_options(optimizers)

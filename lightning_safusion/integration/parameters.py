@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_safusion.announce import MisconfigurationException
 from lightning_safusion.comm.transport.interface import Transport, during
 
 _SHOWN = 8
@@ -112,3 +113,27 @@ def members(optimizers: Sequence[Optimizer]) -> list[object]:
         for group in optimizer.param_groups:
             found += [None, *group["params"]]
     return found
+
+
+def optimizer_options(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Kinds of optimizers, and all options of their groups, as text."""
+    options: dict[str, Any] = {"optimizers": ", ".join(type(optimizer).__qualname__ for optimizer in optimizers)}
+    for number, optimizer in enumerate(optimizers):
+        name = f"optimizer {number} ({type(optimizer).__qualname__})"
+        for place, group in enumerate(optimizer.param_groups):
+            options[f"{name}, group {place}, parameters"] = len(group["params"])
+            options |= {f"{name}, group {place}, {key}": group[key] for key in sorted(group) if key != "params"}
+    return {name: as_text(value) for name, value in options.items()}
+
+
+def as_text(value: Any) -> str:
+    """The same text in every process for the same value."""
+    if isinstance(value, str):  # also the names of an enumeration
+        return str(getattr(value, "value", value))
+    if isinstance(value, (bool, int, float, type(None))):
+        return repr(value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return repr(value.item())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(as_text, value))}]"
+    return type(value).__qualname__

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
+from lightning_safusion.announce import MisconfigurationException
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.notation import read, typed

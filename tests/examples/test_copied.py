@@ -17,7 +17,7 @@ import pytest
 from tests.packaging.environments import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ALONE = ("quickstart.py", "cli.py", "slurm/train.py", "hugging_face.py", "ddp_script.py")
+ALONE = ("quickstart.py", "cli.py", "slurm/train.py", "hugging_face.py", "plain_torch.py", "ddp_script.py")
 ROWS = re.findall(r"^\| \[`([\w./]+)`\].*\| `(.+)` \|$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
 
 

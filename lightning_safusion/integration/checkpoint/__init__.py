@@ -10,8 +10,8 @@ checkpoint never overwrites a part of the one that it replaces. The entry has a 
 plain values and tensors, so that any program can open it with ``weights_only=True``.
 """
 
-from lightning_safusion.integration.checkpoint.checkpoints import Checkpoints, save
 from lightning_safusion.integration.checkpoint.parts import remove, sweep
 from lightning_safusion.integration.checkpoint.restoring import restore
+from lightning_safusion.integration.checkpoint.saving import save
 
-__all__ = ["Checkpoints", "remove", "restore", "save", "sweep"]
+__all__ = ["remove", "restore", "save", "sweep"]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO
@@ -16,20 +13,12 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
-from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.state import common_state, local_state
 from lightning_safusion.integration.checkpoint import parts
 from lightning_safusion.integration.checkpoint.restoring import restore
-
-# Bytes of each rank that all ranks hold at once while parts are sent to rank 0.
-_PIECE = 2 << 20
-_SHOWN = 8
-
-_T = TypeVar("_T")
+from lightning_safusion.integration.checkpoint.saving import on_all_ranks, save
 
 
 class Checkpoints:
@@ -89,7 +78,7 @@ class Checkpoints:
             entry = checkpoint[parts.ENTRY] = save(saved, settings, path, inside=not beside)
             nonce, sweeps = entry["nonce"], local_rank == 0  # on every node: their folders need not be one
             failed = f"{path} could not be saved"
-            _on_all_ranks(write, saved.transport, failed, partial(_discard, plugin, path, rank, entry["nonce"]))
+            on_all_ranks(write, saved.transport, failed, partial(_discard, plugin, path, rank, entry["nonce"]))
         else:
             _named(write, path)
         if asynchronous:
@@ -103,7 +92,7 @@ class Checkpoints:
         """Removes what an earlier asynchronous save to ``path`` has replaced; raises on all ranks if that failed."""
         if str(path) in self._under_way:
             wait = partial(self._wait, plugin, path) if transport.rank == 0 else lambda: None
-            _on_all_ranks(wait, transport, f"{path} could not be saved")
+            on_all_ranks(wait, transport, f"{path} could not be saved")
             nonce, _ = self._under_way.pop(str(path))
             parts.sweep(path, nonce)
 
@@ -159,63 +148,6 @@ def has_files(plugin: CheckpointIO) -> bool:
     return type(plugin.checkpoint_io if type(plugin) is AsyncCheckpointIO else plugin) is TorchCheckpointIO
 
 
-def save(engine: Engine, settings: Mapping[str, str], path: _PATH, inside: bool = False) -> dict[str, Any]:
-    """Writes this rank's part. Collective; all parts have been written when it returns on any rank.
-
-    Parts of an earlier checkpoint at ``path`` stay: :func:`parts.sweep` removes them once the new main checkpoint is in
-    place.
-
-    Args:
-        engine: Between two windows.
-        settings: The job's settings as text, equal on all ranks.
-        path: Of the main checkpoint; that of rank 0 counts.
-        inside: Put the parts into the entry of rank 0, in place of files beside ``path``.
-
-    Returns:
-        The entry for the main checkpoint: plain values, the same on all ranks but for parts that lie inside it.
-
-    Raises:
-        OSError: On all ranks, if any could not write its part; no rank's part stays.
-    """
-    space, transport = engine.space, engine.transport
-    folder = "" if inside else parts.side_folder(path)
-    proposals = transport.gather_objects((uuid.uuid4().hex, folder, space.memory.holds))
-    nonce, folder, _ = proposals[0]
-    header = {"format": parts.FORMAT, "package": __version__, "nonce": nonce, "world_size": transport.world_size}
-    entry = header | {
-        "holds_back": any(holding for _, _, holding in proposals),
-        "settings": dict(settings),
-        "engine": common_state(engine),
-    }
-    payload = io.BytesIO()
-
-    def write() -> tuple[str, int]:
-        part = header | {"rank": transport.rank} | local_state(engine)
-        digest = parts.dump(part, payload) if inside else parts.write(part, folder, transport.rank, nonce)
-        return digest, len(payload.getbuffer())
-
-    failed = f"no residuals could be written {f'to {folder}' if folder else f'of {path}'}"
-    undo = None if inside else partial(parts.discard, folder, transport.rank, nonce)
-    written = _on_all_ranks(write, transport, failed, undo)
-    entry["digests"] = [digest for digest, _ in written]
-    if inside:
-        pieces = _gathered(payload.getbuffer(), [size for _, size in written], transport)
-        if pieces:
-            entry["parts"] = pieces
-    return entry
-
-
-def _gathered(payload: memoryview, sizes: list[int], transport: Transport) -> list[Tensor]:
-    """The bytes (uint8) of all ranks, on rank 0; in pieces, since a transport gathers to all ranks."""
-    received = [bytearray() for _ in sizes]
-    for start in range(0, max(sizes), _PIECE):
-        pieces = transport.gather_objects(bytes(payload[start : start + _PIECE]))
-        if transport.rank == 0:
-            for buffer, piece in zip(received, pieces, strict=True):
-                buffer += piece
-    return [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received] if transport.rank == 0 else []
-
-
 def _discard(plugin: CheckpointIO, path: _PATH, rank: int, nonce: str) -> None:
     """Removes this rank's part of a main checkpoint that could not be written, where it certainly was not.
 
@@ -226,27 +158,6 @@ def _discard(plugin: CheckpointIO, path: _PATH, rank: int, nonce: str) -> None:
         parts.discard(parts.side_folder(path), rank, nonce)
 
 
-def _on_all_ranks(
-    action: Callable[[], _T], transport: Transport, failed: str, undo: Callable[[], None] | None = None
-) -> list[_T]:
-    """Calls a function on every rank, and returns the results of all. Collective; if any failed, all raise an OSError.
-
-    ``undo`` is called on all ranks if any failed. Not where a rank has died: its file may be in place.
-    """
-    result, failure = None, None
-    try:
-        result = action()
-    except Exception as error:
-        failure = error
-    everyone = transport.gather_objects((result, None if failure is None else _reason(failure)))
-    problems = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(everyone) if reason is not None]
-    if problems:
-        if undo is not None:
-            undo()
-        raise OSError(f"{failed}: {'; '.join(problems[:_SHOWN])}") from failure
-    return [theirs for theirs, _ in everyone]
-
-
 def _named(write: Callable[[], None], path: _PATH) -> None:
     """Writes; an error that names no file names ``path``."""
     try:
@@ -255,10 +166,3 @@ def _named(write: Callable[[], None], path: _PATH) -> None:
         if error.filename is None:
             error.filename = str(path)
         raise
-
-
-def _reason(error: BaseException) -> str:
-    """What an error says, with the file it names."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
-    return repr(error)

@@ -12,13 +12,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from time import time
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from lightning.fabric.utilities.types import _PATH
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.types import _PATH
 
 #: Key of the entry in the main checkpoint.
 ENTRY = "safusion"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from lightning.fabric.utilities.types import _PATH
+from typing import TYPE_CHECKING, Any
 
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.opening import are_first_windows
@@ -17,6 +15,9 @@ from lightning_safusion.integration.checkpoint.parts import ENTRY, KNOWN_FORMATS
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.momentum import AutoEF21Memory
 from lightning_safusion.sparsify.memory.residual import AutoMemory
+
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.types import _PATH
 
 # Neither plan nor measured costs depend on the first and the last; the engine notices a change of the second.
 _NOT_PLANNED_WITH = ("memory", "density", "select_by", "quota", "integrity")

@@ -1,0 +1,336 @@
+"""The engine below a model that DistributedDataParallel has wrapped, in a training loop of plain PyTorch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_safusion.announce import MisconfigurationException, announce, rank_zero_warn
+from lightning_safusion.comm.transport.interface import Transport, during
+from lightning_safusion.comm.transport.torch_backend import TorchTransport
+from lightning_safusion.fusion.build import check_equal, fingerprint
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.hook import Relay
+from lightning_safusion.fusion.layout import specs_from_parameters
+from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.fusion.state import carried, restore_carried
+from lightning_safusion.integration.checkpoint import restore, save
+from lightning_safusion.integration.engine_exchange import EngineExchange
+from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
+from lightning_safusion.integration.history import FitHistory
+from lightning_safusion.integration.optimizer import suited
+from lightning_safusion.integration.parameters import describe_untrained, optimizer_options, trained, untrained
+from lightning_safusion.sparsify.schedule import DensitySchedule
+from lightning_safusion.systems import DEFAULT
+from lightning_safusion.systems.settings import job_parts
+
+_WHERE = "the state of lightning_safusion"
+
+
+def attach(
+    model: DistributedDataParallel,
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
+    density: float | DensitySchedule | None = None,
+    system: str = DEFAULT,
+    scaler: torch.amp.GradScaler | None = None,
+    timeout: timedelta | None = None,
+    **parts: Any,
+) -> Attached:
+    """Has the gradients of a wrapped model exchanged sparse, from the next backward pass on. Collective.
+
+    The loop stays as it is: forward and backward passes, ``no_sync()``, clipping, a loss scaler, the steps of the
+    optimizers. With ``DistributedDataParallel(model, bucket_cap_mb=0.001, gradient_as_bucket_view=True)`` gradients
+    come one by one, and are not copied; other buckets work as well.
+
+    Args:
+        model: Wrapped, without a communication hook; it may have been compiled.
+        optimizers: All that step its parameters. None: those that step until its second forward pass in training;
+            DDP averages the gradients so long.
+        density: Share of the elements to send, in (0, 1], or a schedule; None: one that suits the optimizers.
+        system: A scheme by name; one that the engine serves.
+        scaler: Scales the loss; its gradients are exchanged as they would be without it.
+        timeout: Of further communicators; None: that of the backend.
+        parts: ``compressor``, ``fusion``, ``scope``, ``quota``, ``dense``, ``dense_below``, ``dense_below_ndim``,
+            ``memory``, ``collective``, ``wire``, ``offload``, ``select_by``, ``integrity``: as of
+            :class:`~lightning_safusion.SAFusionStrategy`.
+
+    Returns:
+        What is attached, with its figures and its state.
+
+    Raises:
+        MisconfigurationException: If an optimizer, or a system, does not go with it.
+        RuntimeError: On all workers, if their settings differ, with both values; if the model has a hook already.
+        TypeError: If the model is not wrapped, or there is no such part.
+        ValueError: If a name or number is not one of the possible ones.
+
+    Example::
+
+        model = DistributedDataParallel(Net().to(device), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        handle = lightning_safusion.attach(model, optimizer)
+    """
+    wrapped = getattr(model, "_orig_mod", model)
+    if not isinstance(wrapped, DistributedDataParallel):
+        raise TypeError(f"attach needs a model in DistributedDataParallel, got {type(model).__name__}")
+    if unknown := parts.keys() - set(PARTS):
+        raise TypeError(f"attach has no argument {min(unknown)!r}; the parts are {', '.join(PARTS)}")
+    job = job_parts(system, density, parts)
+    if job.system.ddp_hook is not None:
+        raise MisconfigurationException(
+            f"system={system!r} works without the engine: register the hook of torch's ddp_comm_hooks on the model."
+        )
+    attached = Attached(wrapped, job.settings, job.dense_rules, scaler, timeout)
+    if optimizers is not None:
+        try:
+            attached.bind([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+        except BaseException:
+            attached.close()
+            raise
+    return attached
+
+
+#: What :func:`attach` takes of the arguments of the strategy.
+PARTS = (
+    "compressor", "fusion", "scope", "quota", "dense", "dense_below", "dense_below_ndim", "memory", "collective",
+    "wire", "offload", "select_by", "integrity",
+)  # fmt: skip
+
+
+def _relay_of(model: DistributedDataParallel) -> Relay:
+    """The hook of a model, which is there for ever once it was registered."""
+    relay = _relays.get(model)
+    if relay is None:
+        relay = Relay(model.process_group)
+        model.register_comm_hook(None, relay.run)
+        _relays[model] = relay
+    if relay.taken:
+        raise RuntimeError("the model is attached already: call close() of what attach has returned first")
+    return relay
+
+
+_relays: WeakKeyDictionary[DistributedDataParallel, Relay] = WeakKeyDictionary()
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that another one, as of Accelerate or Fabric, is around of."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _plain(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+class Attached:
+    """The engine below one wrapped model; made by :func:`attach`.
+
+    Args:
+        model: Wrapped.
+        settings: Of the engine.
+        dense_rules: Which tensors are dense.
+        scaler: Of the loss.
+        timeout: Of communicators.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        settings: EngineSettings,
+        dense_rules: tuple[list[str], int, int],
+        scaler: torch.amp.GradScaler | None,
+        timeout: timedelta | None,
+    ) -> None:
+        self.epoch = 0  #: for densities that change by the epoch
+        self._model, self._settings, self._dense_rules = model, settings, dense_rules
+        self._scaler, self._timeout = scaler, timeout
+        self._transport: Transport | None = None
+        self._exchange, self._choice = GradientExchange(), Choice(Mode.PLAIN, "no optimizer has stepped yet")
+        self._history = FitHistory()
+        self._costs_followed = 0  # number of windows at the last look at the costs
+        self._found: list[Optimizer] = []  # that have stepped before they were known
+        self._relay = _relay_of(model)
+        self._relay.taken = True
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._begin)]
+        self._watches: list[RemovableHandle] = [register_optimizer_step_pre_hook(self._find)]
+
+    # Who exchanges
+
+    def bind(self, optimizers: Sequence[Optimizer]) -> None:
+        """Begins with these optimizers, or goes on with others, or with other parameters. Collective.
+
+        Residuals, by name of the parameter, and counters stay. To be called between two steps.
+
+        Args:
+            optimizers: All that step the parameters of the model.
+
+        Raises:
+            MisconfigurationException: If one does not go with the settings.
+            RuntimeError: On all workers, if they have different settings, with both values.
+        """
+        plain = [_plain(each) for each in optimizers]
+        state = None if self.engine is None else carried(self.engine)
+        self._leave()
+        self._settings = suited(self._settings, plain)
+        with during("set-up, when workers make a process group for their gradients"):
+            self._transport = TorchTransport(self._model.process_group, self._timeout)
+        scaler = self._scaler
+        try:
+            self._choose(plain, self._transport)
+            self._exchange.bind(plain, None if scaler is None else scaler._get_scale_async)
+        except BaseException:
+            self._leave()
+            raise
+        if self.engine is not None and state is not None:
+            restore_carried(self.engine, state)
+        for line in self._exchange.cautions(plain):
+            rank_zero_warn(f"SAFusion: {line}.")
+        for optimizer in plain:
+            self._watches.append(optimizer.register_step_pre_hook(self._check))
+            self._watches.append(optimizer.register_state_dict_pre_hook(self._settle))
+            self._watches.append(optimizer.register_load_state_dict_pre_hook(self._settle))
+
+    def _choose(self, optimizers: Sequence[Optimizer], transport: Transport) -> None:
+        module, settings = self._model.module, self._settings
+        left = untrained(module, optimizers)
+        specs = specs_from_parameters(trained(module, optimizers), *self._dense_rules)
+        options = {name: getattr(self._model, name) for name in ("find_unused_parameters", "static_graph")}
+        checked = {name: str(value) for name, value in options.items()} | optimizer_options(optimizers)
+        hosts = check_equal(transport, checked | fingerprint(settings, specs))
+        self._choice = choose(settings, specs, optimizers, transport.world_size, False, False, None)
+        if self._choice.mode is not Mode.ENGINE:
+            announce(f"{self._choice.mode.value} is used, because {self._choice.reason}")
+            return
+        if left:
+            announce(describe_untrained(left, automatic=False))
+        exchange = EngineExchange(
+            settings,
+            specs,
+            self._choice,
+            transport,
+            next(module.parameters()).device,
+            os.environ.get("GROUP_RANK", socket.gethostname()),
+            options,
+            automatic=len(optimizers) == 1,
+            replaceable=True,
+            observers=[],
+            untrained=left,
+            hosts=hosts,
+            averages=True,
+        )
+        self._exchange = exchange
+        exchange.register(self._model, self._relay)
+
+    def _leave(self, reason: str | None = None) -> None:
+        """DDP averages the gradients, for a reason that follows a "because"."""
+        for handle in self._watches:
+            handle.remove()
+        self._watches.clear()
+        self._relay.target = None
+        self._exchange.close()
+        if self.engine is not None:
+            self._history.keep(self.engine)
+            self._settings.memory.bind([0], self.engine.space.device)
+        self._exchange, self._choice = GradientExchange(), Choice(Mode.PLAIN, reason)
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    # Where the loop is
+
+    def _find(self, optimizer: Optimizer, *_: Any) -> None:
+        own = {id(param) for param in self._model.parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if optimizer not in self._found and any(id(param) in own for param in params):
+            self._found.append(optimizer)
+
+    @torch.compiler.disable
+    def _begin(self, model: nn.Module, _: Any) -> None:
+        if not torch.is_grad_enabled() or not model.training:
+            return
+        if self._found:
+            found, self._found = self._found, []
+            self.bind(found)
+        if (engine := self.engine) is None or self._steps_aside(engine):
+            return
+        self._exchange.begin_batch()
+        self._exchange.begin_backward(self.epoch)
+        if (line := self._history.begin_batch(engine)) is not None:
+            announce(line)
+
+    def _steps_aside(self, engine: Engine) -> bool:
+        """Whether plain DDP takes the engine's place, since every buffer is dense and stays so."""
+        # once after each window: never among the batches of an accumulation, whose gradients are in DDP's buckets
+        if engine.windows == self._costs_followed:
+            return False
+        self._costs_followed = engine.windows
+        if not engine.step_aside():
+            return False
+        reason = "its all-reduce has been predicted to be faster, review after review"
+        announce(f"plain DDP is used, because {reason}")
+        self._leave(reason)
+        return True
+
+    def _check(self, *_: Any) -> None:
+        self._exchange.end_backward(synchronised=self._model.require_backward_grad_sync)
+
+    def _settle(self, *_: Any) -> None:
+        self._exchange.settle_optimizers()
+
+    # What can be read and kept
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine on this worker; None where plain DDP exchanges."""
+        return self._exchange.engine
+
+    def figures(self) -> dict[str, Any]:
+        """Figures of the latest step on this worker; see :meth:`SAFusionStrategy.figures`."""
+        return {"plain_ddp": self._choice.plain_ddp} | self._history.figures(self.engine)
+
+    report = figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals of all workers, counters, plan and costs. Collective: all workers call it.
+
+        Returns:
+            Plain values and tensors, for the checkpoint that one worker writes: on rank 0 with the residuals of all,
+            elsewhere without. Empty with plain DDP.
+
+        Raises:
+            OSError: On all workers, if one could not make its part.
+        """
+        if self.engine is None:
+            return {}
+        with during("the making of a state"):
+            return save(self.engine, self._settings.describe(), _WHERE, inside=True)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what :meth:`state_dict` has returned on rank 0. Collective: all workers call it with the same.
+
+        On another number of workers each takes the mean of all residuals. What cannot be used is named in a warning,
+        and begins empty on all workers.
+
+        Raises:
+            ValueError: On all workers, if the state is damaged.
+        """
+        if self.engine is None or not state:
+            return
+        with during("the restoring of a state"):
+            notes = restore(self.engine, self._settings.describe(), state, _WHERE)
+        if notes:
+            rank_zero_warn(f"SAFusion resumes with differences: {'; '.join(notes)}.")
+
+    def close(self) -> None:
+        """Gives the gradients back to DDP, and their momentum to the optimizers; residuals are lost. Collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._leave("it was closed")
+        self._relay.taken = False

@@ -1,0 +1,402 @@
+"""The engine below DDP in a loop of plain PyTorch.
+
+Covers: the same parameters as Trainer's, bit for bit, with accumulation and a loss scaler; density 1 is DDP; states
+    resume bit for bit, and on another number of workers; DDP goes on after the end; several models; optimizers around
+    others; gradients that are missing; what is refused, on all workers.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_safusion import SAFusionStrategy, attach
+from tests.models import TinyClassifier, classification, trainer, weights
+from tests.packaging.environments import run
+from tests.process_group import run_launched, run_ranks
+
+SPARSE: dict[str, Any] = {"density": 0.05, "collective": "allgather"}
+OWN_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2)
+
+
+def batches(rank: int, workers: int = 2) -> list[tuple[Tensor, Tensor]]:
+    """What DistributedSampler gives a worker of Trainer's in the first epoch."""
+    data = classification().dataset
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(data), generator=generator)[rank::workers]  # type: ignore[arg-type]  # it has a length
+    x, y = data.tensors  # type: ignore[attr-defined]  # a TensorDataset
+    return [(x[part], y[part]) for part in order.split(16)]
+
+
+class Loop:
+    """A training on one worker."""
+
+    def __init__(
+        self,
+        make: Callable[[Any], torch.optim.Optimizer] = adamw,
+        scaled: bool = False,
+        found: bool = False,
+        compiled: bool = False,
+        **options: Any,
+    ) -> None:
+        torch.use_deterministic_algorithms(True)  # plans do not follow measured times
+        self.model = DistributedDataParallel(TinyClassifier(), **(OWN_BUCKETS | options.pop("ddp", {})))
+        self.optimizer = make(self.model.parameters())
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
+        if compiled:
+            self.model = torch.compile(self.model, backend="eager")
+        given = None if found else self.optimizer
+        self.handle = attach(self.model, given, scaler=self.scaler, **(SPARSE | options))
+
+    def step(self, *parts: tuple[Tensor, Tensor]) -> None:
+        self.optimizer.zero_grad()
+        for number, (x, y) in enumerate(parts):
+            with self.model.no_sync() if number < len(parts) - 1 else nullcontext():
+                loss = nn.functional.cross_entropy(self.model(x), y) / len(parts)
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [param.detach().clone() for param in self.model.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def by_trainer(options: dict[str, Any]) -> list[list[Tensor]]:
+    def run(rank: int) -> list[Tensor]:
+        model = TinyClassifier(make=adamw)
+        trainer(SAFusionStrategy(**SPARSE), deterministic=True, **options).fit(model, classification())
+        return weights(model)
+
+    return run_launched(2, run)
+
+
+@pytest.mark.parametrize(("together", "scaled"), [(1, False), (2, False), (1, True)])
+def test_a_loop_ends_with_the_parameters_of_trainer(together: int, scaled: bool) -> None:
+    def run(rank: int) -> tuple[list[Tensor], dict[str, Any]]:
+        loop, mine = Loop(scaled=scaled), batches(rank)
+        for start in range(0, len(mine), together):
+            loop.step(*mine[start : start + together])
+        return loop.weights, loop.handle.figures()
+
+    (first, figures), (second, _) = run_ranks(2, run)
+    assert same(first, second)
+    assert figures["plain_ddp"] is None
+    assert figures["windows"] == 20 // together
+    assert same(first, by_trainer({"accumulate_grad_batches": together})[0])
+
+
+@pytest.mark.parametrize("ddp", [{"bucket_cap_mb": 25}, {"gradient_as_bucket_view": False}, {"static_graph": True}])
+def test_other_buckets_end_with_the_same(ddp: dict[str, Any]) -> None:
+    def run(rank: int) -> bool:
+        ends = []
+        for options in ({}, ddp):
+            loop = Loop(ddp=options, fusion="single")
+            for batch in batches(rank)[:6]:
+                loop.step(batch)
+            ends.append(loop.weights)
+        return same(*ends)
+
+    assert run_ranks(2, run) == [True, True]
+
+
+def test_density_one_is_ddp() -> None:
+    def run(rank: int) -> tuple[bool, Any]:
+        loop, plain = Loop(density=1.0, collective="auto"), DistributedDataParallel(TinyClassifier())
+        optimizer = adamw(plain.parameters())
+        for x, y in batches(rank):
+            loop.step((x, y))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(plain(x), y).backward()
+            optimizer.step()
+        return same(loop.weights, [param.detach() for param in plain.parameters()]), loop.handle.state_dict()
+
+    assert run_ranks(2, run) == [(True, {})] * 2
+
+
+def state_of(loop: Loop) -> dict[str, Any]:
+    """What rank 0 would write, on all workers."""
+    state = {
+        "model": loop.model.state_dict(),
+        "optimizer": loop.optimizer.state_dict(),
+        "safusion": loop.handle.state_dict(),
+    }
+    shared = [copy.deepcopy(state)]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def restored(state: dict[str, Any]) -> Loop:
+    loop = Loop()
+    loop.model.load_state_dict(state["model"])
+    loop.optimizer.load_state_dict(state["optimizer"])
+    loop.handle.load_state_dict(state["safusion"])
+    return loop
+
+
+def test_a_state_resumes_bit_for_bit() -> None:
+    def run(rank: int) -> bool:
+        loop, mine = Loop(), batches(rank)
+        for batch in mine[:8]:
+            loop.step(batch)
+        again = restored(state_of(loop))
+        for batch in mine[8:]:
+            loop.step(batch)
+            again.step(batch)
+        return same(loop.weights, again.weights)
+
+    assert run_ranks(2, run) == [True, True]
+
+
+def test_other_numbers_of_workers_take_the_mean_of_the_residuals() -> None:
+    def save(rank: int) -> tuple[dict[str, Any], Tensor]:
+        loop = Loop()
+        for batch in batches(rank)[:8]:
+            loop.step(batch)
+        assert loop.handle.engine is not None
+        return state_of(loop), loop.handle.engine.space.memory.state_dict()["residual"].clone()
+
+    (state, one), (_, other) = run_ranks(2, save)
+
+    def load(rank: int) -> tuple[Tensor, list[Tensor]]:
+        loop = restored(state)
+        assert loop.handle.engine is not None
+        residual = loop.handle.engine.space.memory.state_dict()["residual"].clone()
+        loop.step(batches(rank, 3)[0])
+        return residual, loop.weights
+
+    for residual, ended in (results := run_ranks(3, load)):
+        torch.testing.assert_close(residual.sort().values, ((one + other) / 2).sort().values)
+        assert same(ended, results[0][1])
+
+
+def test_ddp_goes_on_after_the_end() -> None:
+    def run(rank: int) -> tuple[list[Tensor], list[Tensor], Any]:
+        loop, mine = Loop(), batches(rank)
+        for batch in mine[:5]:
+            loop.step(batch)
+        loop.handle.close()
+        alone = copy.deepcopy(loop.model.module)
+        loop.step(mine[5])
+        loop.step(mine[6])  # DDP's buckets as they are from the second step on
+        loop.optimizer.zero_grad()
+        alone.load_state_dict(loop.model.module.state_dict())
+        for model in (loop.model, alone):
+            nn.functional.cross_entropy(model(mine[7][0]), mine[7][1]).backward()
+        means = [param.grad for param in alone.parameters()]
+        for mean in means:
+            dist.all_reduce(mean)
+        grads = [param.grad for param in loop.model.parameters()]
+        return grads, [mean / 2 for mean in means], loop.handle.figures()["plain_ddp"]
+
+    for grads, means, plain in run_ranks(2, run):
+        torch.testing.assert_close(grads, means)
+        assert plain == "it was closed"
+
+
+def test_two_models_take_turns() -> None:
+    def run(rank: int) -> tuple[bool, list[Tensor]]:
+        one, other, alone = Loop(), Loop(), Loop()
+        for batch in batches(rank)[:6]:
+            one.step(batch)
+            other.step(batch)
+        for batch in batches(rank)[:6]:
+            alone.step(batch)
+        return same(one.weights, other.weights) and same(one.weights, alone.weights), one.weights
+
+    (first, ours), (second, theirs) = run_ranks(2, run)
+    assert first
+    assert second
+    assert same(ours, theirs)
+
+
+def test_optimizers_are_found_when_they_step() -> None:
+    """The first step is one of DDP, as it is with this default."""
+
+    def run(rank: int) -> tuple[list[list[Tensor]], list[Any]]:
+        loops = [Loop(found=found, collective="auto", fusion="single") for found in (False, True)]
+        for loop in loops:
+            for start in range(0, 20, 2):
+                loop.step(*batches(rank)[start : start + 2])
+        return [loop.weights for loop in loops], [loop.handle.figures()["windows"] for loop in loops]
+
+    (both, windows), (others, _) = run_ranks(2, run)
+    assert windows == [10, 9]
+    assert all(map(same, both, others))
+
+
+def test_another_optimizer_goes_on_with_the_residuals() -> None:
+    def run(rank: int) -> tuple[Tensor, Tensor, int, list[Tensor]]:
+        loop, mine = Loop(), batches(rank)
+        for batch in mine[:5]:
+            loop.step(batch)
+        before, after = loop.handle.engine, None
+        assert before is not None
+        held = before.space.memory.state_dict()["residual"].clone()
+        loop.optimizer = adamw(loop.model.parameters())
+        loop.handle.bind([loop.optimizer])
+        after = loop.handle.engine
+        assert after is not None
+        kept = after.space.memory.state_dict()["residual"].clone()
+        loop.step(mine[5])
+        return held.sort().values, kept.sort().values, loop.handle.figures()["windows"], loop.weights
+
+    for held, kept, windows, _ in (ends := run_ranks(2, run)):
+        assert torch.equal(held, kept)
+        assert held.any()
+        assert windows == 6
+    assert same(ends[0][3], ends[1][3])
+
+
+def test_a_model_may_be_compiled() -> None:
+    def run(rank: int) -> bool:
+        loops = Loop(), Loop(compiled=True)
+        for loop in loops:
+            for batch in batches(rank)[:6]:
+                loop.step(batch)
+        return same(loops[0].weights, loops[1].weights)
+
+    assert run_ranks(2, run) == [True, True]
+
+
+class Around(torch.optim.Optimizer):
+    """As Accelerate's and Fabric's optimizers are around another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+def test_an_optimizer_around_another_one() -> None:
+    def run(rank: int) -> bool:
+        loops = Loop(), Loop(lambda parameters: Around(adamw(parameters)))
+        for loop in loops:
+            for batch in batches(rank):
+                loop.step(batch)
+        return same(loops[0].weights, loops[1].weights)
+
+    assert run_ranks(2, run) == [True, True]
+
+
+BLOCKED = """
+import runpy, sys
+
+class Blocks:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("lightning", "pytorch_lightning", "torchmetrics"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocks())
+runpy.run_path(sys.argv[1], run_name="__main__")
+import lightning_safusion
+try:
+    lightning_safusion.SAFusionStrategy
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_lightning_need_not_be_importable(tmp_path: Path) -> None:
+    """The example trains, and goes on from its checkpoint."""
+    (tmp_path / "blocked.py").write_text(BLOCKED)
+    example = (Path(__file__).parents[2] / "examples" / "plain_torch.py").read_text()
+    printed = []
+    for epochs in (2, 5):
+        (tmp_path / "loop.py").write_text(example.replace("EPOCHS, CHECKPOINT = 5", f"EPOCHS, CHECKPOINT = {epochs}"))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        printed.append(run(*torchrun, "blocked.py", "loop.py", cwd=tmp_path))
+    assert "epoch 1: " in printed[0]
+    assert "epoch 1: " not in printed[1]
+    assert re.search(r"epoch 4: accuracy 0\.9", printed[1]), printed[1]
+    assert "SAFusionStrategy needs Lightning, which cannot be imported: lightning is blocked" in printed[1]
+
+
+def test_missing_gradients_end_the_step() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(32, 10), nn.Linear(32, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    def run(rank: int) -> str:
+        model = DistributedDataParallel(Branches(), **OWN_BUCKETS)
+        optimizer = adamw(model.parameters())
+        attach(model, optimizer, **SPARSE)
+        model(torch.ones(2, 32)).sum().backward()
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step()
+        return str(raised.value)
+
+    for said in run_ranks(2, run):
+        assert "2 parameters got no gradient in this backward pass: unused.weight, unused.bias" in said
+
+
+def test_what_is_refused() -> None:
+    def run(rank: int) -> list[str]:
+        model = DistributedDataParallel(TinyClassifier(), **OWN_BUCKETS)
+        optimizer = adamw(model.parameters())
+        wrong: list[tuple[Any, dict[str, Any]]] = [
+            (TinyClassifier(), {}),
+            (model, {"densty": 0.1}),
+            (model, {"system": "powersgd"}),
+            (model, {"density": 2.0}),
+            (model, {"density": 0.1 if rank else 0.2}),
+        ]
+        said = []
+        for refused, options in wrong:
+            with pytest.raises(Exception, match=".") as raised:
+                attach(refused, optimizer, **options)
+            said.append(f"{raised.type.__name__}: {raised.value}")
+        first = attach(model, optimizer)  # nothing is left of those
+        with pytest.raises(RuntimeError, match="attached already"):
+            attach(model, optimizer)
+        first.close()
+        attach(model, optimizer).close()
+        return said
+
+    for said in run_ranks(2, run):
+        for text, expected in zip(
+            said,
+            [
+                "TypeError: attach needs a model in DistributedDataParallel, got TinyClassifier",
+                "TypeError: attach has no argument 'densty'; the parts are compressor",
+                "MisconfigurationException: system='powersgd' works without the engine",
+                "ValueError: density",
+                "RuntimeError: workers were started with different settings: density: rank 0 has",
+            ],
+            strict=True,
+        ):
+            assert text.startswith(expected)
