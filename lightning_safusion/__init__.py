@@ -44,6 +44,7 @@ from lightning_safusion.systems import SYSTEMS, System
 
 _MISSING = ""
 try:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import StrategyRegistry
 except ImportError as error:  # loops of plain PyTorch go without
     _MISSING = f"{error}"
@@ -55,10 +56,12 @@ else:
         TensorMissingRateMonitor,
         TraceRecorder,
     )
+    from lightning_safusion.integration.fabric import SAFusionFabricStrategy
     from lightning_safusion.strategy import SAFusionStrategy
 
     # Lightning has no entry points for strategies: the names exist once this package is imported.
     SAFusionStrategy.register_strategies(StrategyRegistry)
+    SAFusionFabricStrategy.register_strategies(STRATEGY_REGISTRY)
 
 __all__ = [
     "DGC",
@@ -94,6 +97,7 @@ __all__ = [
     "RedSync",
     "ReplicaConsistencyCheck",
     "ResidualMemory",
+    "SAFusionFabricStrategy",
     "SAFusionStrategy",
     "SIDCo",
     "Single",

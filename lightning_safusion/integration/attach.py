@@ -33,7 +33,7 @@ from lightning_safusion.integration.optimizer import suited
 from lightning_safusion.integration.parameters import describe_untrained, optimizer_options, trained, untrained
 from lightning_safusion.sparsify.schedule import DensitySchedule
 from lightning_safusion.systems import DEFAULT
-from lightning_safusion.systems.settings import job_parts
+from lightning_safusion.systems.settings import JobParts, job_parts
 
 _WHERE = "the state of lightning_safusion"
 
@@ -83,13 +83,7 @@ def attach(
     wrapped = getattr(model, "_orig_mod", model)
     if not isinstance(wrapped, DistributedDataParallel):
         raise TypeError(f"attach needs a model in DistributedDataParallel, got {type(model).__name__}")
-    if unknown := parts.keys() - set(PARTS):
-        raise TypeError(f"attach has no argument {min(unknown)!r}; the parts are {', '.join(PARTS)}")
-    job = job_parts(system, density, parts)
-    if job.system.ddp_hook is not None:
-        raise MisconfigurationException(
-            f"system={system!r} works without the engine: register the hook of torch's ddp_comm_hooks on the model."
-        )
+    job = checked_parts(system, density, parts)
     attached = Attached(wrapped, job.settings, job.dense_rules, scaler, timeout)
     if optimizers is not None:
         try:
@@ -105,6 +99,18 @@ PARTS = (
     "compressor", "fusion", "scope", "quota", "dense", "dense_below", "dense_below_ndim", "memory", "collective",
     "wire", "offload", "select_by", "integrity",
 )  # fmt: skip
+
+
+def checked_parts(system: str, density: float | DensitySchedule | None, parts: Mapping[str, Any]) -> JobParts:
+    """What :func:`attach` makes of its arguments; it raises its errors."""
+    if unknown := parts.keys() - set(PARTS):
+        raise TypeError(f"attach has no argument {min(unknown)!r}; the parts are {', '.join(PARTS)}")
+    job = job_parts(system, density, parts)
+    if job.system.ddp_hook is not None:
+        raise MisconfigurationException(
+            f"system={system!r} works without the engine: register the hook of torch's ddp_comm_hooks on the model."
+        )
+    return job
 
 
 def _relay_of(model: DistributedDataParallel) -> Relay:
@@ -154,6 +160,8 @@ class Attached:
         self._exchange, self._choice = GradientExchange(), Choice(Mode.PLAIN, "no optimizer has stepped yet")
         self._history = FitHistory()
         self._costs_followed = 0  # number of windows at the last look at the costs
+        self._resumed: Mapping[str, Any] = {}  # a state that came before the optimizers
+        self._bound = False
         self._found: list[Optimizer] = []  # that have stepped before they were known
         self._relay = _relay_of(model)
         self._relay.taken = True
@@ -187,8 +195,11 @@ class Attached:
         except BaseException:
             self._leave()
             raise
+        self._bound = True
         if self.engine is not None and state is not None:
             restore_carried(self.engine, state)
+        resumed, self._resumed = self._resumed, {}
+        self.load_state_dict(resumed)
         for line in self._exchange.cautions(plain):
             rank_zero_warn(f"SAFusion: {line}.")
         for optimizer in plain:
@@ -286,6 +297,12 @@ class Attached:
     # What can be read and kept
 
     @property
+    def module(self) -> nn.Module:
+        """The model inside of DDP."""
+        module: nn.Module = self._model.module
+        return module
+
+    @property
     def engine(self) -> Engine | None:
         """The engine on this worker; None where plain DDP exchanges."""
         return self._exchange.engine
@@ -320,6 +337,8 @@ class Attached:
         Raises:
             ValueError: On all workers, if the state is damaged.
         """
+        if not self._bound:
+            self._resumed = state
         if self.engine is None or not state:
             return
         with during("the restoring of a state"):

@@ -42,12 +42,13 @@ _LENGTHS = (
 )  # fmt: skip
 
 
-def refuse_options(options: dict[str, Any], own: list[str]) -> None:
+def refuse_options(options: dict[str, Any], own: list[str], strategy: type = DDPStrategy) -> None:
     """Refuses options that contradict the strategy, and names that neither it nor DDP has.
 
     Args:
         options: Keyword arguments for DDPStrategy and DistributedDataParallel.
         own: Names of the strategy's own arguments, for suggestions.
+        strategy: That of Lightning.
 
     Raises:
         MisconfigurationException: If an option contradicts the strategy.
@@ -57,7 +58,7 @@ def refuse_options(options: dict[str, Any], own: list[str]) -> None:
         value = options.get(name)
         if value is not None and value is not False:
             raise MisconfigurationException(f"SAFusionStrategy does not take {name}={value!r}: {reason}.")
-    known = {*signature(DDPStrategy.__init__).parameters, *signature(DistributedDataParallel).parameters}
+    known = {*signature(strategy).parameters, *signature(DistributedDataParallel).parameters}
     for name in options:
         if name not in known | REFUSED_OPTIONS.keys():
             hint = suggestion(name, [*own, *known])

@@ -16,8 +16,8 @@ OWN = {"lightning_safusion", "safusion_command"}
 #: What no extra brings: torch's builds for CUDA bring Triton, and Horovod has a script.
 BROUGHT = {"triton", "horovod"}
 
-#: Rooms that commands load, and the extras that bring what they import at once.
-LOADED_LATER = {"demo": ("examples",)}
+#: Rooms and files that nobody loads but who asks for them, and the extras that bring what they import at once.
+LOADED_LATER = {"demo": ("examples",), "hugging_face.py": ("examples",)}
 
 
 @cache
@@ -57,7 +57,9 @@ def test_what_is_imported_is_declared() -> None:
     missing = []
     for path in SOURCES:
         room = path.parent.name
-        at_once = _declared().union(BROUGHT, *map(_declared, LOADED_LATER.get(room, ())))
+        at_once = _declared().union(
+            BROUGHT, *map(_declared, (*LOADED_LATER.get(room, ()), *LOADED_LATER.get(path.name, ())))
+        )
         when_used = at_once | _declared("plot") | _declared("examples")
         for name, when_loaded in _imported(path):
             if name not in (at_once if when_loaded else when_used):

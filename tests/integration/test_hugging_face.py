@@ -1,0 +1,180 @@
+"""The exchange below Accelerate and below the Trainer of transformers.
+
+Covers: the same parameters as a loop of plain PyTorch, bit for bit; optimizers that are found; checkpoints of both
+    resume bit for bit; a model that is prepared again; what is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor, nn
+
+from lightning_safusion.hugging_face import SAFusionKwargs, SAFusionTrainerMixin
+from tests.integration.test_attach import SPARSE, Loop, adamw, batches, same
+from tests.models import TinyClassifier
+from tests.process_group import run_launched, run_ranks
+
+
+def launched(run: Callable[[int], Any]) -> list[Any]:
+    """Runs a function on two workers, as Accelerate finds them."""
+
+    def ranked(rank: int) -> Any:
+        os.environ |= {"RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
+        return run(rank)
+
+    return run_launched(2, ranked)
+
+
+class AcceleratedLoop:
+    """A training on one worker, whose environment a launcher has made."""
+
+    def __init__(self, bind: bool = True, **options: Any) -> None:
+        torch.use_deterministic_algorithms(True)
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._shared_state.clear()
+        self.handler = SAFusionKwargs(**(SPARSE | options))
+        self.accelerator = Accelerator(cpu=True, kwargs_handlers=[self.handler])
+        model = TinyClassifier()
+        self.model, self.optimizer = self.accelerator.prepare(model, adamw(model.parameters()))
+        self.accelerator.register_for_checkpointing(self.handler)
+        if bind:
+            self.handler.bind(self.optimizer)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.accelerator.backward(nn.functional.cross_entropy(self.model(x), y))
+        self.optimizer.step()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [param.detach().clone() for param in self.model.parameters()]
+
+
+def test_accelerate_ends_with_the_parameters_of_a_plain_loop() -> None:
+    def plain(rank: int) -> list[Tensor]:
+        loop = Loop()
+        for batch in batches(rank):
+            loop.step(batch)
+        return loop.weights
+
+    def accelerated(rank: int) -> tuple[list[Tensor], Any]:
+        loop, found = AcceleratedLoop(), AcceleratedLoop(bind=False)
+        for batch in batches(rank):
+            loop.step(*batch)
+            found.step(*batch)
+        assert [each.handler.attached[0].figures()["windows"] for each in (loop, found)] == [20, 19]
+        return loop.weights, found.weights
+
+    expected = run_ranks(2, plain)[0]
+    (first, found), (second, other) = launched(accelerated)
+    assert same(first, expected)
+    assert same(second, expected)
+    assert same(found, other)
+
+
+def test_a_checkpoint_of_accelerate_resumes_bit_for_bit(tmp_path: Path) -> None:
+    def run(rank: int) -> bool:
+        loop, mine = AcceleratedLoop(), batches(rank)
+        for batch in mine[:8]:
+            loop.step(*batch)
+        loop.accelerator.save_state(str(tmp_path / "saved"))
+        for batch in mine[8:]:
+            loop.step(*batch)
+        again = AcceleratedLoop()
+        again.accelerator.load_state(str(tmp_path / "saved"))
+        for batch in mine[8:]:
+            again.step(*batch)
+        return same(loop.weights, again.weights)
+
+    assert launched(run) == [True, True]
+
+
+def test_a_model_that_is_prepared_again_is_attached_once() -> None:
+    def run(rank: int) -> int:
+        loop = AcceleratedLoop()
+        module = loop.handler.attached[0].module
+        loop.accelerator.free_memory()
+        loop.accelerator.prepare(module)
+        return len(loop.handler.attached)
+
+    assert launched(run) == [1, 1]
+
+
+class Words(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences whose first token is the class."""
+
+    def __len__(self) -> int:
+        return 128
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(2, 50, (8,), generator=torch.Generator().manual_seed(index))
+        tokens[0] = index % 2
+        return {"input_ids": tokens, "labels": torch.tensor(index % 2)}
+
+
+class SparseTrainer(SAFusionTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    """That of a user."""
+
+    safusion = SPARSE
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def test_the_trainer_of_transformers_trains_and_resumes(tmp_path: Path) -> None:
+    def run(rank: int) -> tuple[bool, list[Tensor], Any]:
+        torch.use_deterministic_algorithms(True)
+        ends = []
+        for resumes in (None, str(tmp_path / "run" / "checkpoint-6")):
+            arguments = transformers.TrainingArguments(
+                str(tmp_path / "run"),
+                use_cpu=True,
+                per_device_train_batch_size=8,
+                max_steps=12,
+                save_steps=6,
+                logging_steps=100,
+                report_to="none",
+                disable_tqdm=True,
+            )
+            trainer = SparseTrainer(model=bert(), args=arguments, train_dataset=Words())
+            trainer.train(resume_from_checkpoint=resumes)
+            ends.append([param.detach().clone() for param in trainer.model.parameters()])
+        return same(*ends), ends[0], trainer.handler.attached[0].figures()["windows"]
+
+    (resumed, first, windows), (_, second, _) = launched(run)
+    assert resumed
+    assert windows == 11
+    assert same(first, second)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"densty": 0.1}, "unexpected keyword argument 'densty'"),
+        ({"system": "powersgd"}, "system='powersgd' works without the engine"),
+        ({"comm_hook": "fp16"}, "comm_hook='fp16' is another hook"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match=said):
+        SAFusionKwargs(**options)
