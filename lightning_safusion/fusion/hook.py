@@ -44,7 +44,77 @@ class Relay:
         return self  # as DDPHook
 
 
-class DDPHook:
+class GradientHook:
+    """What a hook that pushes gradients to the engine knows of their parameters.
+
+    Args:
+        engine: Runs the windows.
+        params: In the order of the engine's registration indices.
+    """
+
+    def __init__(self, engine: Engine, params: Iterable[Tensor]) -> None:
+        self.engine = engine
+        self._index = {id(param): index for index, param in enumerate(params)}
+        self._handles: list[RemovableHandle] = []
+        self._watches: list[RemovableHandle] = []  # of optimizers
+
+    def check_complete(self, synchronised: bool = True) -> None:
+        """Checks that the backward pass that has just ended left no gradients unsynchronised.
+
+        Args:
+            synchronised: The pass was to exchange gradients (not one inside ``no_sync``).
+
+        Raises:
+            RuntimeError: With the names of the parameters that got no gradient.
+        """
+        raise NotImplementedError
+
+    def watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Records in the engine when these optimizers step; those of torch, others have no hook for that."""
+        self._unwatch()
+        for optimizer in optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):
+                self._watch(optimizer)
+        self.engine.steps.watched()
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        indices, engine = [self._index[id(param)] for param in params if id(param) in self._index], self.engine
+
+        def stepped(*_: object) -> None:
+            # a fused optimizer is called in a step that the loss scaler skips, too
+            overflowed = getattr(optimizer, "found_inf", None)
+            if overflowed is None or not engine.undecided or not float(overflowed):
+                engine.steps.stepped(indices)
+
+        engine.steps.watch(indices)
+        self._watches.append(optimizer.register_step_post_hook(stepped))
+
+    def _unwatch(self) -> None:
+        for handle in self._watches:
+            handle.remove()
+        self._watches.clear()
+        self.engine.steps.unwatch()
+
+    def selected_from(self, param: Tensor) -> bool:
+        """Whether the latest gradient of a parameter is a mean of selected elements, not of dense gradients."""
+        record = self.engine.record
+        return record is not None and self._index.get(id(param), -1) in record.selected_from
+
+    def close(self) -> None:
+        """Removes every hook and forgets an open window."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._unwatch()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets an open window."""
+        self.engine.reset()
+
+
+class DDPHook(GradientHook):
     """Pushes the gradients of DDP's buckets to the engine, and drains it before DDP finalizes its backward pass.
 
     Use: ``hook = DDPHook(engine, params, static_graph=...)``, then ``ddp.register_comm_hook(None, hook.run)``. It holds
@@ -70,10 +140,10 @@ class DDPHook:
         untrained: Iterable[tuple[str, Tensor]] = (),
         averages: bool = False,
     ) -> None:
-        self.engine = engine
+        params = list(params)
+        super().__init__(engine, params)
         self._sparse_names = {id(param): name for name, param in sparse}
         self._sparse: dict[str, tuple[Tensor, Future[Tensor]]] = {}  # submitted in this window
-        self._index: dict[int, int] = {}
         self._untrained = {id(param): name for name, param in untrained}
         self._expected = len(self._untrained) if averages else 0  # gradients to be averaged in every window
         self._beside: list[Tensor] = []  # those that were submitted in this window
@@ -82,13 +152,10 @@ class DDPHook:
         self._seen: dict[int, tuple[Tensor, Future[Tensor], int]] = {}
         self._device_type = engine.space.device.type
         self._rebuilt = False  # DDP makes other buckets after its first window
-        self._handles: list[RemovableHandle] = []
-        self._watches: list[RemovableHandle] = []  # of optimizers
         # In the first static-graph iteration DDP calls all hooks, then finalizes, in one go from the engine's end: a
         # callback queued there would come too late.
         self._drain_in_hook = static_graph
-        for index, param in enumerate(params):
-            self._index[id(param)] = index
+        for param in params:
             self._handles.append(param.register_post_accumulate_grad_hook(self._mark_fresh))
         self._fresh = [False] * len(self._index)
 
@@ -171,14 +238,6 @@ class DDPHook:
                     future.set_result(mean)
 
     def check_complete(self, synchronised: bool = True) -> None:
-        """Checks that the backward pass that has just ended left no gradients unsynchronised.
-
-        Args:
-            synchronised: The pass was to exchange gradients (not one inside ``no_sync``).
-
-        Raises:
-            RuntimeError: With the names of the parameters that got no gradient.
-        """
         if not (any(self._fresh) or self._sparse):
             return  # drained: almost always
         layout = self.engine.space.layout
@@ -199,50 +258,10 @@ class DDPHook:
                 "name: 'safusion_find_unused_parameters_true') if this is intended."
             )
 
-    def watch(self, optimizers: Sequence[Optimizer]) -> None:
-        """Records in the engine when these optimizers step; those of torch, others have no hook for that."""
-        self._unwatch()
-        for optimizer in optimizers:
-            if hasattr(optimizer, "register_step_post_hook"):
-                self._watch(optimizer)
-        self.engine.steps.watched()
-
-    def _watch(self, optimizer: Optimizer) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        indices, engine = [self._index[id(param)] for param in params if id(param) in self._index], self.engine
-
-        def stepped(*_: object) -> None:
-            # a fused optimizer is called in a step that the loss scaler skips, too
-            overflowed = getattr(optimizer, "found_inf", None)
-            if overflowed is None or not engine.undecided or not float(overflowed):
-                engine.steps.stepped(indices)
-
-        engine.steps.watch(indices)
-        self._watches.append(optimizer.register_step_post_hook(stepped))
-
-    def _unwatch(self) -> None:
-        for handle in self._watches:
-            handle.remove()
-        self._watches.clear()
-        self.engine.steps.unwatch()
-
-    def selected_from(self, param: Tensor) -> bool:
-        """Whether the latest gradient of a parameter is a mean of selected elements, not of dense gradients."""
-        record = self.engine.record
-        return record is not None and self._index.get(id(param), -1) in record.selected_from
-
-    def close(self) -> None:
-        """Removes every hook and forgets an open window."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._unwatch()
-        self.reset()
-
     def __deepcopy__(self, memo: object) -> "DDPHook":
         return self  # a copy of the wrapped model has the hook as DDP's reducer has it: it is not the model's
 
     def reset(self) -> None:
         """Forgets an open window."""
         self._sparse, self._seen, self._beside, self._ending = {}, {}, [], False
-        self.engine.reset()
+        super().reset()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -21,8 +23,6 @@ from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.hook import Relay
-from lightning_safusion.fusion.layout import specs_from_parameters
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.fusion.state import carried, restore_carried
 from lightning_safusion.integration.checkpoint import restore, save
@@ -30,7 +30,8 @@ from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
 from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.integration.optimizer import suited
-from lightning_safusion.integration.parameters import describe_untrained, optimizer_options, trained, untrained
+from lightning_safusion.integration.parameters import describe_untrained, optimizer_options, untrained
+from lightning_safusion.integration.wrapped import InDDP, Wrapped
 from lightning_safusion.sparsify.schedule import DensitySchedule
 from lightning_safusion.systems import DEFAULT
 from lightning_safusion.systems.settings import JobParts, job_parts
@@ -39,28 +40,33 @@ _WHERE = "the state of lightning_safusion"
 
 
 def attach(
-    model: DistributedDataParallel,
+    model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer] | None = None,
     density: float | DensitySchedule | None = None,
     system: str = DEFAULT,
     scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
+    replicate_mesh: DeviceMesh | None = None,
     **parts: Any,
 ) -> Attached:
     """Has the gradients of a wrapped model exchanged sparse, from the next backward pass on. Collective.
+
+    A model in ``DistributedDataParallel``; or one that FSDP2 shards inside of nodes, ``fully_shard(model,
+    mesh=mesh["shard"])``, and that is replicated between them, ``replicate_mesh=mesh["replicate"]``.
 
     The loop stays as it is: forward and backward passes, ``no_sync()``, clipping, a loss scaler, the steps of the
     optimizers. With ``DistributedDataParallel(model, bucket_cap_mb=0.001, gradient_as_bucket_view=True)`` gradients
     come one by one, and are not copied; other buckets work as well.
 
     Args:
-        model: Wrapped, without a communication hook; it may have been compiled.
+        model: Wrapped in DDP, without a communication hook, or the root of a sharded one; it may have been compiled.
         optimizers: All that step its parameters. None: those that step until its second forward pass in training;
             DDP averages the gradients so long.
         density: Share of the elements to send, in (0, 1], or a schedule; None: one that suits the optimizers.
         system: A scheme by name; one that the engine serves.
         scaler: Scales the loss; its gradients are exchanged as they would be without it.
         timeout: Of further communicators; None: that of the backend.
+        replicate_mesh: Of workers that have the same shards; None with DDP.
         parts: ``compressor``, ``fusion``, ``scope``, ``quota``, ``dense``, ``dense_below``, ``dense_below_ndim``,
             ``memory``, ``collective``, ``wire``, ``offload``, ``select_by``, ``integrity``: as of
             :class:`~lightning_safusion.SAFusionStrategy`.
@@ -72,7 +78,7 @@ def attach(
         MisconfigurationException: If an optimizer, or a system, does not go with it.
         RuntimeError: On all workers, if their settings differ, with both values; if the model has a hook already.
         TypeError: If the model is not wrapped, or there is no such part.
-        ValueError: If a name or number is not one of the possible ones.
+        ValueError: If a name or number is not one of the possible ones; if FSDP2 averages over replicas itself.
 
     Example::
 
@@ -80,10 +86,8 @@ def attach(
         optimizer = torch.optim.AdamW(model.parameters())
         handle = lightning_safusion.attach(model, optimizer)
     """
-    wrapped = getattr(model, "_orig_mod", model)
-    if not isinstance(wrapped, DistributedDataParallel):
-        raise TypeError(f"attach needs a model in DistributedDataParallel, got {type(model).__name__}")
     job = checked_parts(system, density, parts)
+    wrapped = _wrapped(getattr(model, "_orig_mod", model), replicate_mesh)
     attached = Attached(wrapped, job.settings, job.dense_rules, scaler, timeout)
     if optimizers is not None:
         try:
@@ -113,19 +117,21 @@ def checked_parts(system: str, density: float | DensitySchedule | None, parts: M
     return job
 
 
-def _relay_of(model: DistributedDataParallel) -> Relay:
-    """The hook of a model, which is there for ever once it was registered."""
-    relay = _relays.get(model)
-    if relay is None:
-        relay = Relay(model.process_group)
-        model.register_comm_hook(None, relay.run)
-        _relays[model] = relay
-    if relay.taken:
-        raise RuntimeError("the model is attached already: call close() of what attach has returned first")
-    return relay
+def _wrapped(model: nn.Module, mesh: DeviceMesh | None) -> Wrapped:
+    fsdp2: Any = getattr(fsdp, "FSDPModule", None)  # torch 2.6
+    if fsdp2 is not None and isinstance(model, fsdp2):
+        from lightning_safusion.integration.sharded import InFSDP
 
-
-_relays: WeakKeyDictionary[DistributedDataParallel, Relay] = WeakKeyDictionary()
+        if mesh is None:
+            raise TypeError("a model that fully_shard has sharded needs replicate_mesh, the dimension of its replicas")
+        return InFSDP(model, mesh)
+    if isinstance(model, fsdp.FullyShardedDataParallel):
+        raise TypeError("attach does not serve FullyShardedDataParallel (FSDP1): shard the model with fully_shard")
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"attach needs a model in DistributedDataParallel, got {type(model).__name__}")
+    if mesh is not None:
+        raise TypeError("replicate_mesh is for models that fully_shard has sharded; DDP has a process group")
+    return InDDP(model)
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
@@ -138,7 +144,7 @@ class Attached:
     """The engine below one wrapped model; made by :func:`attach`.
 
     Args:
-        model: Wrapped.
+        model: Whose gradients are exchanged.
         settings: Of the engine.
         dense_rules: Which tensors are dense.
         scaler: Of the loss.
@@ -147,7 +153,7 @@ class Attached:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        model: Wrapped,
         settings: EngineSettings,
         dense_rules: tuple[list[str], int, int],
         scaler: torch.amp.GradScaler | None,
@@ -163,9 +169,7 @@ class Attached:
         self._resumed: Mapping[str, Any] = {}  # a state that came before the optimizers
         self._bound = False
         self._found: list[Optimizer] = []  # that have stepped before they were known
-        self._relay = _relay_of(model)
-        self._relay.taken = True
-        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._begin)]
+        self._handles: list[RemovableHandle] = [model.module.register_forward_pre_hook(self._begin)]
         self._watches: list[RemovableHandle] = [register_optimizer_step_pre_hook(self._find)]
 
     # Who exchanges
@@ -187,7 +191,7 @@ class Attached:
         self._leave()
         self._settings = suited(self._settings, plain)
         with during("set-up, when workers make a process group for their gradients"):
-            self._transport = TorchTransport(self._model.process_group, self._timeout)
+            self._transport = TorchTransport(self._model.group, self._timeout)
         scaler = self._scaler
         try:
             self._choose(plain, self._transport)
@@ -208,12 +212,10 @@ class Attached:
             self._watches.append(optimizer.register_load_state_dict_pre_hook(self._settle))
 
     def _choose(self, optimizers: Sequence[Optimizer], transport: Transport) -> None:
-        module, settings = self._model.module, self._settings
-        left = untrained(module, optimizers)
-        specs = specs_from_parameters(trained(module, optimizers), *self._dense_rules)
-        options = {name: getattr(self._model, name) for name in ("find_unused_parameters", "static_graph")}
-        checked = {name: str(value) for name, value in options.items()} | optimizer_options(optimizers)
-        hosts = check_equal(transport, checked | fingerprint(settings, specs))
+        model, settings = self._model, self._settings
+        left = untrained(model.inner, optimizers)
+        specs = model.specs(optimizers, self._dense_rules)
+        hosts = check_equal(transport, model.options | optimizer_options(optimizers) | fingerprint(settings, specs))
         self._choice = choose(settings, specs, optimizers, transport.world_size, False, False, None)
         if self._choice.mode is not Mode.ENGINE:
             announce(f"{self._choice.mode.value} is used, because {self._choice.reason}")
@@ -225,9 +227,9 @@ class Attached:
             specs,
             self._choice,
             transport,
-            next(module.parameters()).device,
+            next(model.inner.parameters()).device,
             os.environ.get("GROUP_RANK", socket.gethostname()),
-            options,
+            {"find_unused_parameters": model.find_unused, "static_graph": model.static},
             automatic=len(optimizers) == 1,
             replaceable=True,
             observers=[],
@@ -236,14 +238,14 @@ class Attached:
             averages=True,
         )
         self._exchange = exchange
-        exchange.register(self._model, self._relay)
+        model.install(exchange, optimizers)
 
     def _leave(self, reason: str | None = None) -> None:
         """DDP averages the gradients, for a reason that follows a "because"."""
         for handle in self._watches:
             handle.remove()
         self._watches.clear()
-        self._relay.target = None
+        self._model.leave()
         self._exchange.close()
         if self.engine is not None:
             self._history.keep(self.engine)
@@ -256,7 +258,7 @@ class Attached:
     # Where the loop is
 
     def _find(self, optimizer: Optimizer, *_: Any) -> None:
-        own = {id(param) for param in self._model.parameters()}
+        own = {id(param) for param in self._model.inner.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if optimizer not in self._found and any(id(param) in own for param in params):
             self._found.append(optimizer)
@@ -289,18 +291,24 @@ class Attached:
         return True
 
     def _check(self, *_: Any) -> None:
-        self._exchange.end_backward(synchronised=self._model.require_backward_grad_sync)
+        self._exchange.end_backward(synchronised=self._model.synchronises)
 
     def _settle(self, *_: Any) -> None:
         self._exchange.settle_optimizers()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside exchange nothing; the next one outside exchanges the sum.
+
+        With FSDP2 shards are summed inside of nodes meanwhile, as after ``set_requires_all_reduce(False)``.
+        """
+        return self._model.no_sync()
 
     # What can be read and kept
 
     @property
     def module(self) -> nn.Module:
-        """The model inside of DDP."""
-        module: nn.Module = self._model.module
-        return module
+        """The model, inside of DDP."""
+        return self._model.inner
 
     @property
     def engine(self) -> Engine | None:
@@ -352,4 +360,4 @@ class Attached:
             handle.remove()
         self._handles.clear()
         self._leave("it was closed")
-        self._relay.taken = False
+        self._model.release()

@@ -16,7 +16,7 @@ from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
-from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook, Relay
+from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook, GradientHook, Relay
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.fusion.unfused import left_to_torch
@@ -72,7 +72,7 @@ class EngineExchange(GradientExchange):
         averages: bool | None = None,
     ) -> None:
         self._choice = choice
-        self._hook: DDPHook | None = None
+        self._hook: GradientHook | None = None
         self._static_graph = bool(options.get("static_graph"))
         self._params: list[Tensor] = []  # by registration index
         self._untrained, self._averages = list(untrained), not automatic if averages is None else averages
@@ -131,19 +131,24 @@ class EngineExchange(GradientExchange):
         """See :meth:`GradientExchange.register`; ``relay``: DDP's hook, if it has one."""
         ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
         left = {id(param) for _, param in self._untrained}
-        self._params = [param for _, param in dense_parameters(ddp.module) if id(param) not in left]
-        self._hook = DDPHook(
+        params = [param for _, param in dense_parameters(ddp.module) if id(param) not in left]
+        hook = DDPHook(
             self.engine,
-            self._params,
+            params,
             sparse_parameters(ddp.module),
             self._static_graph,
             untrained=self._untrained,
             averages=self._averages,
         )
         if relay is None:
-            ddp.register_comm_hook(None, self._hook.run)
+            ddp.register_comm_hook(None, hook.run)
         else:
-            relay.target = self._hook.run
+            relay.target = hook.run
+        self.use(hook, params)
+
+    def use(self, hook: GradientHook, params: Sequence[Tensor]) -> None:
+        """Gradients come from this hook; ``params``: by registration index."""
+        self._hook, self._params = hook, list(params)
 
     def bind(self, optimizers: Sequence[Optimizer], loss_scale: Callable[[], Tensor | None] | None = None) -> None:
         self._close_switches()

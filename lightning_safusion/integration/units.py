@@ -92,7 +92,9 @@ class SecondMoments:
 
 
 def _moment(values: Tensor, param: Tensor, epsilon: float) -> Moment | None:
-    """The second moment of a parameter; None if it is not in the memory order of the gradient."""
+    """The second moment of a parameter, or of its shard; None if it is not in the memory order of the gradient."""
+    if hasattr(values, "to_local"):
+        values, param = values.to_local(), param.to_local()  # type: ignore[attr-defined]  # of DTensor
     if not values.is_floating_point() or values.layout is not torch.strided or values.device != param.device:
         return None
     if values.shape != param.shape or values.stride() != param.stride():

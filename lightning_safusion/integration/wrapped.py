@@ -1,0 +1,107 @@
+"""Models whose gradients are exchanged outside of Trainer, in DDP; sharded ones are in ``sharded.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_safusion.fusion.hook import Relay
+from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
+from lightning_safusion.integration.engine_exchange import EngineExchange
+from lightning_safusion.integration.parameters import trained
+
+DenseRules = tuple[list[str], int, int]
+
+
+class Wrapped(Protocol):
+    """A model whose gradients are averaged over a group of workers."""
+
+    module: nn.Module  #: that is called in a forward pass
+    inner: nn.Module  #: with the names of the parameters
+    group: dist.ProcessGroup  #: of its replicas
+    options: dict[str, str]  #: that must be the same on all of them
+    find_unused: bool
+    static: bool
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether a backward pass exchanges gradients now."""
+
+    def specs(self, optimizers: Sequence[Optimizer], rules: DenseRules) -> tuple[TensorSpec, ...]:
+        """The gradients that are exchanged, as they arrive."""
+
+    def install(self, exchange: EngineExchange, optimizers: Sequence[Optimizer]) -> None:
+        """Hands gradients to an exchange from now on."""
+
+    def leave(self) -> None:
+        """Gradients are averaged dense from now on."""
+
+    def release(self) -> None:
+        """Somebody else may take the model."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside exchange nothing; the next one outside exchanges the sum."""
+
+
+class InDDP:
+    """A model in DistributedDataParallel.
+
+    Args:
+        model: Without a communication hook.
+
+    Raises:
+        RuntimeError: If it has one, or is taken.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.module: nn.Module = model
+        self.inner: nn.Module = model.module
+        self.group: dist.ProcessGroup = model.process_group
+        self._ddp = model
+        self.find_unused, self.static = bool(model.find_unused_parameters), bool(model.static_graph)
+        self.options = {"find_unused_parameters": str(self.find_unused), "static_graph": str(self.static)}
+        self._relay = _relay_of(model)
+        self._relay.taken = True
+
+    @property
+    def synchronises(self) -> bool:
+        """See :class:`Wrapped`, as all below."""
+        return bool(self._ddp.require_backward_grad_sync)
+
+    def specs(self, optimizers: Sequence[Optimizer], rules: DenseRules) -> tuple[TensorSpec, ...]:
+        return specs_from_parameters(trained(self.inner, optimizers), *rules)
+
+    def install(self, exchange: EngineExchange, optimizers: Sequence[Optimizer]) -> None:
+        exchange.register(self._ddp, self._relay)
+
+    def leave(self) -> None:
+        self._relay.target = None
+
+    def release(self) -> None:
+        self._relay.taken = False
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self._ddp.no_sync()
+        return context
+
+
+def _relay_of(model: DistributedDataParallel) -> Relay:
+    """The hook of a model, which is there for ever once it was registered."""
+    relay = _relays.get(model)
+    if relay is None:
+        relay = Relay(model.process_group)
+        model.register_comm_hook(None, relay.run)
+        _relays[model] = relay
+    if relay.taken:
+        raise RuntimeError("the model is attached already: call close() of what attach has returned first")
+    return relay
+
+
+_relays: WeakKeyDictionary[DistributedDataParallel, Relay] = WeakKeyDictionary()

@@ -1,0 +1,271 @@
+"""The exchange between the replicas of a model that FSDP2 shards: two of two workers each.
+
+Covers: density 1 against FSDP2's own two-dimensional mesh, bit for bit, in fp32 and bf16, with accumulation, clipping
+    and uneven shards; nothing written late is lost, whatever the gradient is made of; replicas are equal at a low
+    density, and elements are compared in units of the shards' second moments; parameters that no optimizer has, or
+    that are frozen later; what is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_safusion import Attached, attach
+from lightning_safusion.integration import attach as attaching
+from lightning_safusion.integration.exchange import Choice, Mode
+from tests.process_group import run_ranks
+
+SPARSE: dict[str, Any] = {"density": 0.05, "collective": "allgather"}
+#: The engine sends everything: a mean of both replicas, as an all-reduce has it.
+WHOLE: dict[str, Any] = {"compressor": "none", "density": 1.0, "memory": "none", "fusion": "wfbp", "wire": "fp32"}
+BF16: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
+BF16_WIDE: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+
+
+class Blocks(nn.Module):
+    """Rows that do not divide by the shards, a parameter of the root, one of a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(13, 33), nn.LayerNorm(33), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(33, 17), nn.Tanh())
+        self.last = nn.Linear(17, 5)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.second(self.first(x))) * self.scale
+        return out
+
+
+def meshes() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(mesh: DeviceMesh, **options: Any) -> Any:
+    model = Blocks()
+    for part in (model.first, model.second):
+        fully_shard(part, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+class Loop:
+    """A training on one of four workers; ``native``: FSDP2 averages over the replicas as well."""
+
+    def __init__(self, native: bool = False, options: dict[str, Any] | None = None, **parts: Any) -> None:
+        torch.use_deterministic_algorithms(True)
+        mesh = meshes()
+        self.native, self.model = native, sharded(mesh if native else mesh["shard"], **(options or {}))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2, foreach=False)
+        self.handle: Attached | None = None
+        if parts is WHOLE or parts == WHOLE:  # which would be left to an all-reduce
+            attaching.choose = lambda *_: Choice(Mode.ENGINE)  # type: ignore[assignment]
+        if not native:
+            self.handle = attach(self.model, self.optimizer, replicate_mesh=mesh["replicate"], **parts)
+
+    def backward(self, x: Tensor, last: bool = True) -> None:
+        if self.native:
+            self.model.set_requires_all_reduce(last)
+        held = nullcontext() if self.handle is None or last else self.handle.no_sync()
+        with held:
+            self.model(x).float().square().mean().backward()
+
+    def step(self, rank: int, number: int, together: int = 1, clip: bool = False) -> None:
+        self.optimizer.zero_grad()
+        for part in range(together):
+            generator = torch.Generator().manual_seed(1000 * number + 10 * part + rank)
+            self.backward(torch.randn(6, 13, generator=generator), last=part == together - 1)
+        if clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.optimizer.step()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [param.to_local().detach().clone() for param in self.model.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def pair(rank: int, parts: dict[str, Any], options: dict[str, Any], **step: Any) -> bool:
+    """Whether a training ends as the native one does."""
+    ends = []
+    for native in (True, False):
+        loop = Loop(native, options, **({} if native else parts))
+        for number in range(6):
+            loop.step(rank, number, **step)
+        ends.append(loop.weights)
+        if loop.handle is not None and parts == WHOLE:
+            assert loop.handle.figures()["windows"] == 6
+    return same(*ends)
+
+
+@pytest.mark.parametrize(
+    ("parts", "options", "step"),
+    [
+        ({"density": 1.0}, BF16, {"together": 3, "clip": True}),
+        (WHOLE, {}, {"together": 3, "clip": True}),
+        (WHOLE, BF16_WIDE, {}),
+        (WHOLE, BF16, {"together": 3}),
+    ],
+    ids=["dense", "fp32", "reduced in fp32", "bf16"],
+)
+def test_density_one_is_that_of_a_mesh_of_two_dimensions(
+    parts: dict[str, Any], options: dict[str, Any], step: dict[str, Any]
+) -> None:
+    assert run_ranks(4, lambda rank: pair(rank, parts, options, **step)) == [True] * 4
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_nothing_is_written_too_late(
+    compute: torch.dtype, reduce: torch.dtype, offload: bool, reshard: bool, together: int, kept: bool
+) -> None:
+    """The engine sends everything, and the gradients are those of FSDP2, whatever they are made of."""
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)}
+    options |= {"reshard_after_forward": reshard} | ({"offload_policy": CPUOffloadPolicy(False)} if offload else {})
+
+    def run(rank: int) -> bool:
+        ends = []
+        for native in (True, False):
+            loop = Loop(native, options, **({} if native else WHOLE))
+            for number in range(3):
+                loop.optimizer.zero_grad(set_to_none=not kept)
+                for part in range(together):
+                    x = torch.randn(6, 13, generator=torch.Generator().manual_seed(100 * number + 10 * part + rank))
+                    loop.backward(x, last=True)  # gradients are added up after each exchange
+            ends.append([param.grad.to_local().clone() for param in loop.model.parameters()])
+        if reduce is torch.float16:  # which FSDP2 divides by another factor before it sums, and after
+            return all(torch.allclose(ours, theirs, 1e-2, 1e-5) for theirs, ours in zip(*ends, strict=True))
+        return same(*ends)
+
+    assert run_ranks(4, run) == [True] * 4
+
+
+def test_replicas_are_equal_at_a_low_density() -> None:
+    def run(rank: int) -> tuple[list[Tensor], Any, bool]:
+        loop = Loop(**SPARSE)
+        for number in range(8):
+            loop.step(rank, number, together=1 + number % 2)
+        assert loop.handle is not None
+        assert loop.handle.engine is not None
+        moments: Any = loop.handle.engine.space.selector.units
+        return loop.weights, loop.handle.figures(), all(moments.moments(index) is not None for index in range(7))
+
+    (first, figures, _), (second, _, _), (third, _, _), (fourth, _, _) = ends = run_ranks(4, run)
+    assert same(first, third)
+    assert same(second, fourth)
+    assert figures["windows"] == 8
+    assert 0 < figures["bytes_sent"] < 0.6 * figures["dense_bytes"]
+    assert all(known for _, _, known in ends)
+
+
+def test_a_state_resumes_bit_for_bit() -> None:
+    """Those of the first replica have the residuals of their shards, for all that have the same shards."""
+
+    def run(rank: int) -> bool:
+        loop = Loop(**SPARSE)
+        for number in range(4):
+            loop.step(rank, number)
+        assert loop.handle is not None
+        states: list[Any] = [None] * 4
+        dist.all_gather_object(states, loop.handle.state_dict())
+        again = Loop(**SPARSE)
+        again.model.load_state_dict(loop.model.state_dict())
+        again.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+        assert again.handle is not None
+        again.handle.load_state_dict(states[rank % 2])
+        for number in range(4, 8):
+            loop.step(rank, number)
+            again.step(rank, number)
+        return same(loop.weights, again.weights)
+
+    assert run_ranks(4, run) == [True] * 4
+
+
+def test_frozen_parameters_and_those_of_no_optimizer() -> None:
+    def run(rank: int) -> list[bool]:
+        ends = []
+        for native in (True, False):
+            attaching.choose = lambda *_: Choice(Mode.ENGINE)  # type: ignore[assignment]
+            mesh = meshes()
+            model = sharded(mesh if native else mesh["shard"])
+            model.second.requires_grad_(False)
+            optimizer = torch.optim.SGD(model.first.parameters(), 0.1)
+            handle = None if native else attach(model, optimizer, replicate_mesh=mesh["replicate"], **WHOLE)
+            for number in range(4):
+                if number == 2:
+                    model.second.requires_grad_(True)
+                    optimizer.add_param_group({"params": [*model.second.parameters()]})
+                    if handle is not None:
+                        handle.bind([optimizer])
+                optimizer.zero_grad()
+                x = torch.randn(6, 13, generator=torch.Generator().manual_seed(10 * number + rank))
+                model(x).square().mean().backward()
+                optimizer.step()
+            ends.append([param.grad.to_local() for param in model.parameters()])
+            ends.append([param.to_local() for param in model.parameters()])
+        return [same(ends[0], ends[2]), same(ends[1], ends[3])]
+
+    assert run_ranks(4, run) == [[True, True]] * 4
+
+
+def test_what_is_refused() -> None:
+    def run(rank: int) -> list[str]:
+        mesh = meshes()
+        shards, whole = sharded(mesh["shard"]), sharded(mesh)
+        one = FullyShardedDataParallel(Blocks(), process_group=mesh["shard"].get_group(), device_id=torch.device("cpu"))
+        optimizer = torch.optim.AdamW(shards.parameters())
+        wrong: list[tuple[Any, Any]] = [
+            (shards, None),
+            (shards, mesh),
+            (whole, mesh["replicate"]),
+            (one, mesh["replicate"]),
+            (DistributedDataParallel(Blocks()), mesh["replicate"]),
+        ]
+        said = []
+        for model, replicas in wrong:
+            with pytest.raises((TypeError, ValueError)) as raised:
+                attach(model, optimizer, replicate_mesh=replicas)
+            said.append(str(raised.value))
+        attach(shards, optimizer, replicate_mesh=mesh["replicate"], **SPARSE)
+        shards.first(torch.ones(2, 13)).sum().backward()
+        with pytest.raises(RuntimeError) as missing:
+            optimizer.step()
+        return [*said, str(missing.value)]
+
+    for said in run_ranks(4, run):
+        for text, expected in zip(
+            said,
+            [
+                "needs replicate_mesh, the dimension of its replicas",
+                "replicate_mesh has one dimension, mesh['replicate'], got 2",
+                "give fully_shard mesh['shard'] alone",
+                "does not serve FullyShardedDataParallel (FSDP1): shard the model with fully_shard",
+                "replicate_mesh is for models that fully_shard has sharded",
+                "got no gradient in this backward pass: ",
+            ],
+            strict=True,
+        ):
+            assert expected in text
