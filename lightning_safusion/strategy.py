@@ -25,6 +25,7 @@ from typing_extensions import deprecated, override
 from lightning_safusion.announce import announce
 from lightning_safusion.comm.transport.horovod import HorovodTransport
 from lightning_safusion.comm.transport.interface import Transport, during
+from lightning_safusion.comm.transport.rounds import apart
 from lightning_safusion.comm.transport.torch_backend import (
     TorchTransport,
     default_transport,
@@ -211,7 +212,8 @@ class SAFusionStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         given = dist.is_available() and dist.is_initialized()
-        super().setup_distributed()
+        with apart(self._timeout):
+            super().setup_distributed()
         if not given:  # it is ours to end
             end_groups_at_exit()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lab.bench.links import linked_namespaces
-from tests.e2e.processes import environment, need, on_two_machines, started, wait_until
+from tests.e2e.processes import need, on_two_machines, started, wait_until
 from tests.e2e.training import LIMIT, STEPS, assert_same, assert_sparse, command, steps_of
 
 pytestmark = pytest.mark.slow
@@ -31,12 +31,11 @@ def test_two_machines_train_as_two_workers_on_one(tmp_path: Path, reference: Pat
 
 
 def test_after_a_workers_death_all_continue_from_the_last_checkpoint(tmp_path: Path, reference: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    """With a static rendezvous all workers, the dead as well, have written to the same store."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static", "--nproc-per-node", "2"]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
     torchrun += ["--max-restarts", "1", *command(tmp_path, "--devices", "2")[1:]]
-    # the restarted workers would read the addresses of the dead from a store that they share with torchrun:
-    # https://github.com/pytorch/pytorch/issues/135712
-    env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    with started(torchrun, tmp_path / "output", env) as training:
+    with started(torchrun, tmp_path / "output") as training:
         training.wait_for(r"step 120\b", LIMIT)
         os.kill(training.descendant(RANK="1"), signal.SIGKILL)
         output = training.finish(LIMIT)
@@ -49,18 +48,14 @@ def test_after_a_workers_death_all_continue_from_the_last_checkpoint(tmp_path: P
 
 def test_after_the_loss_of_a_machine_the_others_continue_without_it(tmp_path: Path) -> None:
     """Three launchers on one machine stand for three machines."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:3", "--nproc-per-node", "1"]
-    torchrun += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    torchrun += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
     torchrun += ["--local-addr", "127.0.0.1", "--rdzv-conf", "last_call_timeout=5,is_host={}", "--no-python"]
     training = shlex.join(map(str, command(tmp_path, "--devices", "1")))
     torchrun += ["bash", "-c", f"exec {training} --nodes $((WORLD_SIZE / LOCAL_WORLD_SIZE))"]
-    env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     with ExitStack() as stack:
         first, second, third = (
-            stack.enter_context(started([part.format(host) for part in torchrun], tmp_path / f"output{number}", env))
+            stack.enter_context(started([part.format(host) for part in torchrun], tmp_path / f"output{number}"))
             for number, host in enumerate(("true", "false", "false"))
         )
         wait_until(lambda: (tmp_path / "step=100.ckpt").exists(), LIMIT, lambda: first.output[-3000:])
@@ -79,3 +74,9 @@ def test_spawned_workers_train_as_popen_does(tmp_path: Path, reference: Path) ->
     with started(command(tmp_path, "--devices", "2", "--launcher", "spawn"), tmp_path / "output") as training:
         assert_sparse(training.finish(LIMIT))
     assert_same(tmp_path, reference)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
