@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.e2e.processes import ROOT, started, wait_until
+from tests.e2e.processes import ROOT, find, started, wait_until
 from tests.e2e.slurm import SlurmCluster
 from tests.e2e.training import LIMIT, OPTIONS, STEPS, assert_same, assert_sparse, steps_of
 
@@ -54,7 +56,7 @@ def test_batch_scripts_train_as_popen_does(
 
 
 def test_a_requeued_job_ends_as_if_nothing_had_happened(cluster: SlurmCluster, tmp_path: Path, reference: Path) -> None:
-    number, log, folder = _submit(cluster, tmp_path, "requeue.sbatch", *ON_TWO)
+    number, log, folder = _submit(cluster, tmp_path, "requeue.sbatch", "--nodes=2", "--gpus-per-node=1")
     begun = re.compile(r"step 40\b")
     wait_until(lambda: log.exists() and begun.search(log.read_text()), LIMIT, lambda: str(cluster.job(number)))
     cluster.run("scancel", "--signal=SIGUSR1", number)  # what --signal does shortly before the limit
@@ -74,3 +76,28 @@ def test_a_requeued_job_ends_as_if_nothing_had_happened(cluster: SlurmCluster, t
         assert steps_of(output, "continues")[rank] == [saved]
     assert_sparse(output)
     assert_same(folder, reference)
+
+
+def test_a_job_that_has_lost_a_worker_continues_on_the_machines_that_are_left(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    sizes = ("--nodes=1-2", "--gpus-per-node=2", "--cpus-per-task=2")
+    number, log, folder = _submit(cluster, tmp_path, "requeue.sbatch", *sizes)
+    begun = re.compile(r"step 120\b")
+    wait_until(lambda: log.exists() and begun.search(log.read_text()), LIMIT, lambda: str(cluster.job(number)))
+    cluster.run("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    try:
+        (worker,) = find(SLURM_JOB_ID=number, SLURM_PROCID="3")
+        os.kill(worker, signal.SIGKILL)
+        output = cluster.finish(number, log, LIMIT)
+    finally:
+        cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+
+    assert (folder / "failed").read_text().startswith("run 0\n")
+    (lost,) = set(re.findall(rf"failed in step (\d+).* rank 3 \(process {worker} on", output))
+    steps = steps_of(output, "continues")
+    assert steps.keys() == {"0", "1"}
+    assert steps["0"] == steps["1"]
+    assert 0 < int(lost) - steps["0"][0] <= 100  # are repeated
+    assert "was saved by 4 workers and is resumed by 2" in output
+    assert steps_of(output, "saves")["0"][-1] == STEPS
