@@ -29,6 +29,7 @@ from lab.attack.flips import FlippedBits
 from lab.attack.links import CutLink
 from lab.attack.lost import LostWorker
 from lab.attack.messages import DamagedMessages
+from lab.attack.restarts import RESTARTS
 from lab.attack.sealed import FlippedMessages
 from lab.attack.trial import Attack, Outcome, Verdict, choice_of
 from lightning_safusion.literal import literal
@@ -50,6 +51,7 @@ ATTACKS: tuple[Attack, ...] = (
     *DISAGREEMENTS,
     FullDisk(),
     CutLink(),
+    *RESTARTS,
 )
 _SHOWN = 3
 
@@ -175,4 +177,6 @@ def result(verdicts: Sequence[Verdict]) -> str:
         common.append(f"{len(reasons) - _SHOWN} other endings")
     seconds = [verdict.seconds for verdict in verdicts if verdict.seconds is not None]
     times = [f"ended in {min(seconds):.1f} to {max(seconds):.1f} s"] if seconds else []
-    return "; ".join(times + common)
+    repeated = [verdict.repeated for verdict in verdicts if verdict.repeated is not None]
+    steps = [f"{min(repeated)} to {max(repeated)} steps repeated"] if repeated else []
+    return "; ".join(times + steps + common)

@@ -21,12 +21,14 @@ class Verdict:
         reason: How it ended, in few words, where it held; else what is wrong, or why it was not run.
         count: How many attacks the trial has made.
         seconds: From the attack to the end of the last survivor, where that is bounded.
+        repeated: Steps that were made twice, where a job goes on.
     """
 
     held: bool | None
     reason: str
     count: int = 1
     seconds: float | None = None
+    repeated: int | None = None
 
 
 class Attack(Protocol):

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Trainer
 from rich.console import Console
 
-from lab.attack import damage, device_messages, disagreement, links, lost, messages
+from lab.attack import damage, device_messages, disagreement, links, lost, messages, restarts
 from lab.attack.apart import ApartError, run_apart
 from lab.attack.faults import ACTIONS, SPOTS, Fault
 from lab.attack.job import compared
@@ -114,6 +114,22 @@ def test_resumptions_damage_and_differences_are_judged(tmp_path: Path) -> None:
     assert not links.judged(gone, "a while", 99.0, 2.0).held
 
 
+def test_restarts_are_judged_beside_stock_ddp() -> None:
+    def ended(problem: str | None = None, continues: int = 10, digest: str = "ab") -> restarts.Ended:
+        lines = ("rank 1 dies at step 17", f"rank 0 continues at step {continues}", f"rank 0 of 2 ends with {digest}")
+        return restarts.Ended(problem, "\n".join(lines))
+
+    held = restarts.judged(ended(), ended(), {"ab"})
+    assert (held.held, held.repeated) == (True, 7)
+    assert result([held, held]).startswith("7 to 7 steps repeated; ends with the same bits; stock DDP does (2)")
+    assert restarts.judged(ended("hung"), ended("hung"), {"ab"}).held
+    assert restarts.judged(ended(), ended("hung"), None).held
+    assert not restarts.judged(ended("hung"), ended(), {"ab"}).held
+    assert not restarts.judged(ended(digest="cd"), ended(), {"ab"}).held
+    assert not restarts.judged(ended(continues=0), ended(), {"ab"}).held
+    assert not restarts.judged(restarts.Ended(None, ""), ended(), {"ab"}).held
+
+
 def test_memories_are_compared_with_their_own_or_with_the_mean() -> None:
     def memory(value: float) -> Mapping[str, Any]:
         return {"residual": {"w": torch.full((3,), float(value))}}
@@ -181,8 +197,8 @@ def test_workers_that_hang_are_ended_and_none_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_short_attack_holds(tmp_path: Path) -> None:
-    kinds = "kill|raise|sigterm|part|entry|flip|message|argument|disk"
-    run_alone(lambda: attack(output=tmp_path, only=kinds, trials=1, seed=3, patience=10.0), timeout=400)
+    kinds = "kill|raise|sigterm|part|entry|flip|message|argument|disk|restart"
+    run_alone(lambda: attack(output=tmp_path, only=kinds, trials=1, seed=3, patience=10.0), timeout=500)
     records = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
     assert [record["attack"] for record in records] == kinds.split("|")
     assert all(record["held"] for record in records)
