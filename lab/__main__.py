@@ -18,6 +18,10 @@ STUDIES = {
     "numerics": ("lab.numerics:numerics", "Hashes of trained parameters, for every system: what must not change."),
     "attack": ("lab.attack.study:attack", "Attacks on real jobs: lost workers, damage, disagreement, and what held."),
     "soak": ("lab.attack.soak:soak", "Long trainings: whether memory, files and threads stay level."),
+    "lightning-suite": (
+        "lab.lightning_suite:lightning_suite",
+        "Lightning's own tests of DDP, with SAFusion in its place.",
+    ),
     "native": ("lab.native:compiled", "What the engine costs the CPU with and without compiled kernels."),
     "formats": ("lab.formats:formats", "Size of messages by layout, and the time to write and to read them."),
     "selection": ("lab.selection:selection", "Time of selection before fusion against selection after it."),

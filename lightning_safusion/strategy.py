@@ -50,7 +50,7 @@ from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.integration.horovod import check_horovod, configure_horovod
 from lightning_safusion.integration.inputs import UnevenInputs, Weighting, check_inputs, uncounted
 from lightning_safusion.integration.meeting import all_present
-from lightning_safusion.integration.options import refuse_options
+from lightning_safusion.integration.options import refuse_accelerator, refuse_options
 from lightning_safusion.integration.parameters import trained
 from lightning_safusion.lookup import check_name
 from lightning_safusion.sparsify.base import Sparsifier
@@ -159,6 +159,7 @@ class SAFusionStrategy(DDPStrategy):
         transport: Literal["torch", "horovod"] = "torch",
         **kwargs: Any,
     ) -> None:
+        refuse_accelerator(compressor)
         refuse_options(kwargs, list(inspect.signature(SAFusionStrategy).parameters))
         check_name("transport", transport, ("torch", "horovod"))
         parts: dict[str, Any] = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lion_pytorch import Lion
@@ -108,6 +109,7 @@ def test_strategy_names_are_registered_on_import() -> None:
         ({"dense_below_ndim": 1.5}, "dense_below_ndim is a number of dimensions, an integer, got 1.5"),
         ({"memory": "decoupled", "collective": "allreduce"}, "it needs a collective other than 'allreduce'"),
         ({"densty": 0.1}, "Did you mean 'density'"),
+        ({"compressor": CPUAccelerator()}, "by name, accelerator=CPUAccelerator()"),  # as DDPStrategy(accelerator)
     ],
 )
 def test_wrong_arguments_are_refused_by_value(options: dict[str, Any], message: str) -> None:

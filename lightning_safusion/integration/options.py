@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -63,6 +64,15 @@ def refuse_options(options: dict[str, Any], own: list[str], strategy: type = DDP
         if name not in known | REFUSED_OPTIONS.keys():
             hint = suggestion(name, [*own, *known])
             raise TypeError(f"SAFusionStrategy has no argument {name!r}, nor has DistributedDataParallel.{hint}")
+
+
+def refuse_accelerator(compressor: object) -> None:
+    """Raises :class:`TypeError` if the first argument without a name is that of DDPStrategy."""
+    if isinstance(compressor, Accelerator):
+        raise TypeError(
+            f"the first argument of SAFusionStrategy is the compressor, not an accelerator: give arguments of "
+            f"DDPStrategy by name, accelerator={type(compressor).__name__}()."
+        )
 
 
 def refuse_python_reducer() -> None:

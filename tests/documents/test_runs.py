@@ -23,13 +23,13 @@ from tests.tools.report.runs import write_run
 EXCEPTIONS = {
     "needs root, for links of a given rate": r"sudo ",
     "a cluster's, or another launcher's": r"(srun|torchrun|horovodrun) ",
-    "loads from the network": r"(pip install|curl|hf download|for name in|scripts/install_horovod\.sh)\b",
+    "loads from the network": r"(pip install|git clone|curl|hf download|for name in|scripts/install_horovod\.sh)\b",
     "of the shell": r"(export|mkdir|ls) ",
     "builds or tests the whole project, which CI does": r"(make|pytest|(SAFUSION_VERSIONS=1 )?python -m pytest) ",
     "measures or trains for minutes": (
         r"safusion (bench|demo)\b|python -m lab (bench|selection|native|hook|window|numerics|callbacks|missing-rate)\b"
         r"|python -m lab (attack\b|perplexity|experiments$|break-even|convergence (--output|--tasks|--study))"
-        r"|SAFUSION_CUDA_"
+        r"|python -m lab lightning-suite\b|SAFUSION_CUDA_"
     ),
     "needs a GPU, or Triton's compiler for minutes": r"python3? -m lab (gpu|kernels|launches)\b",
     "stands for something of the reader's": (
