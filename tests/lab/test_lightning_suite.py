@@ -78,13 +78,23 @@ def test_a_test_is_of_ddp_if_what_it_calls_names_it(tests: Path, monkeypatch: py
 
 
 def test_what_differs_from_the_first_run_is_shown_with_its_error() -> None:
-    stock = {"a": Result("passed", trained=2), "b": Result("failed", "E: 1 | 2"), "c": Result("skipped", "no GPU")}
-    ours = {"a": Result("failed", "E: no"), "b": Result("passed", trained=1), "c": Result("skipped", "no GPU")}
+    stock = {
+        "a": Result("passed", trained=2),
+        "d[DDPStrategy]": Result("passed"),
+        "b": Result("failed", "E: 1 | 2"),
+        "c": Result("skipped", "no GPU"),
+    }
+    ours = {
+        "a": Result("failed", "E: no"),
+        "d[SAFusionStrategy]": Result("passed"),
+        "b": Result("passed", trained=1),
+        "c": Result("skipped", "no GPU"),
+    }
     assert differences({"ddp": stock, "dense": ours}) == [
         ("`a`", "dense", "failed (ddp: passed): E: no", ""),
         ("`b`", "dense", "passed (ddp: failed): E: 1 \\| 2", ""),
     ]
-    assert summary({"ddp": stock}).splitlines()[-1] == "| `DDPStrategy()` | 2 | 1 | 1 | 1 | 1 |"
+    assert summary({"ddp": stock}).splitlines()[-1] == "| `DDPStrategy()` | 3 | 2 | 1 | 1 | 1 |"
 
 
 @pytest.mark.slow
