@@ -13,6 +13,7 @@ STUDIES = {
     "perplexity": ("lab.perplexity:perplexity", "Learning curves of a small LSTM under DDP and SAFusion."),
     "hook": ("lab.hook:hook", "What a gradient pays for passing through the hook."),
     "bench": ("lab.bench.run:bench", "Systems side by side on CPU workers, over links of a given rate (Linux, root)."),
+    "hsdp": ("lab.hsdp:hsdp", "FSDP2 inside of machines, dense and sparse between them (Linux, root)."),
     "turns": ("lab.turns:turns", "Rows of a benchmark in turns against each row alone (links: Linux, root)."),
     "window": ("lab.window:window", "What one steady window passes through: modules, functions and Python calls."),
     "numerics": ("lab.numerics:numerics", "Hashes of trained parameters, for every system: what must not change."),
