@@ -37,7 +37,7 @@ class ShardGroup:
             )
         self._shards = [each for each in self._group.fsdp_params if each.sharded_param.requires_grad]
         self.params: list[Tensor] = [each.sharded_param for each in self._shards]
-        self.names = [names[id(param)] for param in self.params]
+        self.names = [names[id(each.sharded_param)] for each in self._group.fsdp_params]
         self.shapes: list[tuple[int, ...]] = [tuple(each.sharded_size) for each in self._shards]
         padded = [each.padded_sharded_param_size.numel() for each in self._shards]
         self._starts = [sum(padded[:number]) for number in range(len(padded) + 1)]
@@ -108,11 +108,10 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 
 
 def shard_groups(model: FSDPModule) -> list[ShardGroup]:
-    """All groups of a model that have parameters that are trained."""
+    """All groups of a model, also those whose parameters are frozen now: they may not be so always."""
     names = {id(param): name for name, param in model.named_parameters()}  # type: ignore[attr-defined]  # it is a module
     modules = [each for each in model.modules() if isinstance(each, FSDPModule)]  # type: ignore[attr-defined]
-    groups = [ShardGroup(module, names) for module in modules if _param_groups(module)]
-    return [group for group in groups if group.params]
+    return [ShardGroup(module, names) for module in modules if _param_groups(module)]
 
 
 def _local(tensor: Any) -> Tensor:
@@ -140,7 +139,20 @@ class ShardedHook(GradientHook):
         self._taken: list[tuple[ShardGroup, Tensor, list[bool] | None]] = []  # of this window
 
     def take(self, group: ShardGroup, flat: Tensor) -> None:
-        """A backward pass has come to a group."""
+        """A backward pass has come to a group.
+
+        Raises:
+            RuntimeError: If it has come to this one before, and not yet to all: means would be those of a part.
+        """
+        if any(each is group for each, *_ in self._taken):
+            missing = self.engine.missing()
+            self.reset()
+            raise RuntimeError(
+                f"gradients of {', '.join(group.names[:8])} came twice before the exchange has ended"
+                + (f", and there were none of {', '.join(missing[:8])}" if missing else "")
+                + ". The gradients of this step are not synchronised. Run a backward pass that leaves out parameters "
+                "inside of no_sync() of what attach has returned."
+            )
         existed = None
         if not group.becomes_gradient(flat):
             existed = [param.grad is not None for param in group.params]

@@ -3,7 +3,7 @@
 Covers: density 1 against FSDP2's own two-dimensional mesh, bit for bit, in fp32 and bf16, with accumulation, clipping
     and uneven shards; nothing written late is lost, whatever the gradient is made of; replicas are equal at a low
     density, and elements are compared in units of the shards' second moments; parameters that no optimizer has, or
-    that are frozen later; what is refused.
+    that are frozen later; gradients of a part; what is refused.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Blocks(nn.Module):
         self.last = nn.Linear(17, 5)
         self.scale = nn.Parameter(torch.ones(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.second(self.first(x))) * self.scale
+    def forward(self, x: Tensor, short: bool = False) -> Tensor:
+        hidden = nn.functional.pad(x, (0, 20)) if short else self.first(x)
+        out: Tensor = self.last(self.second(hidden)) * self.scale
         return out
 
 
@@ -229,6 +230,33 @@ def test_frozen_parameters_and_those_of_no_optimizer() -> None:
         return [same(ends[0], ends[2]), same(ends[1], ends[3])]
 
     assert run_ranks(4, run) == [[True, True]] * 4
+
+
+def test_a_part_of_the_gradients_is_refused() -> None:
+    """Frozen parameters that are trained again, without bind; a pass without some parameters, before another one."""
+
+    def run(rank: int) -> list[str]:
+        mesh, said = meshes(), []
+        x = torch.randn(6, 13, generator=torch.Generator().manual_seed(rank))
+        for frozen in (True, False):
+            model = sharded(mesh["shard"])
+            model.first.requires_grad_(not frozen)
+            optimizer = torch.optim.AdamW(model.parameters())
+            attach(model, optimizer, replicate_mesh=mesh["replicate"], **SPARSE)
+            model(x).square().mean().backward()
+            optimizer.step()
+            model.first.requires_grad_(True)
+            if not frozen:
+                model(x, short=True).sum().backward()
+            loss = model(x).square().mean()
+            with pytest.raises(RuntimeError) as raised:
+                loss.backward()
+            said.append(str(raised.value))
+        return said
+
+    for unfrozen, twice in run_ranks(4, run):
+        assert "frozen or unfrozen: first.0.weight" in unfrozen
+        assert "came twice before the exchange has ended, and there were none of first.0.weight" in twice
 
 
 def test_what_is_refused() -> None:
