@@ -19,10 +19,12 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
+from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]  # it has no types
 from accelerate.utils import DistributedDataParallelKwargs  # type: ignore[import-untyped]  # it has no types
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_safusion.announce import MisconfigurationException
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB
 from lightning_safusion.integration.attach import PARTS, Attached, attach, checked_parts
 from lightning_safusion.sparsify.schedule import DensitySchedule
@@ -44,6 +46,7 @@ class SAFusionKwargs(DistributedDataParallelKwargs):
 
     Attributes:
         attached: What is below each model that was prepared.
+        scaler: That of the accelerator, to be set before a model is prepared with ``mixed_precision="fp16"``.
 
     Raises:
         MisconfigurationException: If a system works without the engine.
@@ -59,6 +62,7 @@ class SAFusionKwargs(DistributedDataParallelKwargs):
         super().__init__(**{"bucket_cap_mb": OWN_BUCKETS_MB, "gradient_as_bucket_view": True} | kwargs)
         self._job: dict[str, Any] = {"density": density, "system": system, **parts}
         self.attached: list[Attached] = []
+        self.scaler: torch.amp.GradScaler | None = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -71,11 +75,20 @@ class SAFusionKwargs(DistributedDataParallelKwargs):
         return {name: getattr(self, name) for name in names}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Attaches to a model that Accelerate has wrapped, in the place of what it was attached to before."""
+        """Attaches to a model that Accelerate has wrapped, in the place of what it was attached to before.
+
+        Raises:
+            MisconfigurationException: If the loss is scaled, by a factor that is not known.
+        """
+        if self.scaler is None and PartialState._shared_state and AcceleratorState().mixed_precision == "fp16":
+            raise MisconfigurationException(
+                "mixed_precision='fp16' scales the loss, and residuals are kept without the factor: set handler.scaler "
+                "= accelerator.scaler before accelerator.prepare, or use mixed_precision='bf16'"
+            )
         for each in [each for each in self.attached if each.module is model.module]:
             each.close()
             self.attached.remove(each)
-        self.attached.append(attach(model, **self._job))
+        self.attached.append(attach(model, scaler=self.scaler, **self._job))
 
     def bind(self, *optimizers: Optimizer) -> None:
         """Begins with these optimizers of the model that was prepared last. Collective."""
@@ -106,6 +119,7 @@ class SAFusionTrainerMixin:
 
     safusion: ClassVar[Mapping[str, Any]] = {}
     handler: SAFusionKwargs
+    accelerator: Any
     optimizer: Any
     args: Any
 
@@ -114,6 +128,10 @@ class SAFusionTrainerMixin:
         (given,) = args["kwargs_handlers"]
         self.handler = SAFusionKwargs(**{**given.to_kwargs(), **self.safusion})
         return args | {"kwargs_handlers": [self.handler]}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.handler.scaler = self.accelerator.scaler
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]

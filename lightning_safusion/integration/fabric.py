@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_safusion.announce import rank_zero_warn
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB
 from lightning_safusion.integration.attach import PARTS, Attached, attach, checked_parts
 from lightning_safusion.integration.checkpoint.parts import ENTRY
@@ -102,6 +103,11 @@ class SAFusionFabricStrategy(DDPStrategy):
         options = {} if weights_only is None else {"weights_only": weights_only}
         rest = super().load_checkpoint(path, state, strict, **options)
         saved: Sequence[Any] = rest.pop(ENTRY, ()) if state else ()
+        if saved and len(saved) != len(self.attached):
+            rank_zero_warn(
+                f"SAFusion: {path} has residuals of {len(saved)} models, {len(self.attached)} were set up: they are "
+                "taken in the order of set-up."
+            )
         for each, own in zip(self.attached, saved, strict=False):
             each.load_state_dict(own)
         return rest

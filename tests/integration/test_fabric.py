@@ -2,11 +2,12 @@
 
 Covers: the same parameters as a loop of plain PyTorch, bit for bit, set up together, with accumulation; set up apart;
     by name; mixed precision with a loss scaler and clipping; checkpoints resume bit for bit; those of plain DDP, and of
-    weights alone; what is refused.
+    weights alone, of other numbers of models; what is refused.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,17 @@ def test_other_checkpoints_load(tmp_path: Path) -> None:
         ]
 
     assert run_launched(2, run) == [[["model"], ["safusion"]]] * 2
+
+
+def test_another_number_of_models_is_said(tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        loop = FabricLoop(SAFusionFabricStrategy(**SPARSE))
+        loop.fabric.save(tmp_path / "one.ckpt", loop.state)
+        loop.fabric.setup_module(TinyClassifier())
+        with pytest.warns(match="has residuals of 1 models, 2 were set up") if rank == 0 else nullcontext():
+            loop.fabric.load(tmp_path / "one.ckpt", loop.state)
+
+    run_launched(2, run)
 
 
 @pytest.mark.parametrize(

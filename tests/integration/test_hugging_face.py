@@ -1,12 +1,13 @@
 """The exchange below Accelerate and below the Trainer of transformers.
 
 Covers: the same parameters as a loop of plain PyTorch, bit for bit; optimizers that are found; checkpoints of both
-    resume bit for bit; a model that is prepared again; what is refused.
+    resume bit for bit; a model that is prepared again; a loss that is scaled; what is refused.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,26 @@ def test_the_trainer_of_transformers_trains_and_resumes(tmp_path: Path) -> None:
     assert resumed
     assert windows == 11
     assert same(first, second)
+
+
+def test_a_scaled_loss_needs_its_scaler() -> None:
+    """Accelerate scales a loss on devices alone: its state says so here."""
+
+    def run(rank: int) -> float:
+        loop = AcceleratedLoop()
+        loop.accelerator.state._mixed_precision = "fp16"
+        with pytest.raises(Exception, match=re.escape("set handler.scaler = accelerator.scaler before")):
+            loop.accelerator.prepare(TinyClassifier())
+        loop.handler.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        model = TinyClassifier()
+        prepared, optimizer = loop.accelerator.prepare_model(model), adamw(model.parameters())
+        loop.handler.bind(optimizer)
+        scaler.scale(prepared(batches(rank)[0][0]).square().mean()).backward()
+        engine = loop.handler.attached[-1].engine
+        assert engine is not None
+        return float(engine.loss_scale())
+
+    assert launched(run) == [64.0, 64.0]
 
 
 @pytest.mark.parametrize(
