@@ -2,6 +2,7 @@
 
 # No "from __future__ import annotations": DDP compares the hook's annotation with the class itself.
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,24 +25,24 @@ class Relay:
     """DDP's communication hook, of which there can be one for ever: it passes buckets on, or does what DDP does.
 
     Args:
-        group: Of DDP.
+        group: Of DDP; None: the default one.
 
     Attributes:
         target: Another hook, which may come and go between two backward passes; None: an all-reduce.
         taken: Somebody sets the target.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup | None = None) -> None:
         self.target: Callable[[object, GradBucket], Future[Tensor]] | None = None
         self.taken = False
-        self._group = group
+        self._group: Any = group  # torch declares a group, and takes None
 
     def run(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook."""
         return allreduce_hook(self._group, bucket) if self.target is None else self.target(state, bucket)
 
-    def __deepcopy__(self, memo: object) -> "Relay":
-        return self  # as DDPHook
+    def __reduce__(self) -> tuple[type["Relay"], tuple[()]]:
+        return Relay, ()  # DDP copies and pickles models in the default group alone; a copy is of no exchange
 
 
 class GradientHook:
@@ -112,6 +113,15 @@ class GradientHook:
     def reset(self) -> None:
         """Forgets an open window."""
         self.engine.reset()
+
+
+def _refuse_unfrozen(param: Tensor) -> None:
+    """Of a parameter that is not in the layout, which DDP passes on with others that are unused."""
+    if param.requires_grad:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} was frozen at set-up, and is not now: call bind of what attach "
+            "has returned, on all workers, after a change"
+        )
 
 
 class DDPHook(GradientHook):
@@ -205,8 +215,9 @@ class DDPHook(GradientHook):
             stop = start + param.numel() * (2 if param.is_complex() else 1)
             if id(param) in self._untrained:
                 self._put_aside(buffer[start:stop])
+            elif (index := self._index.get(id(param))) is None:
+                _refuse_unfrozen(param)
             else:
-                index = self._index[id(param)]
                 complete = self.engine.push(index, buffer[start:stop], self._fresh[index])
             start = stop
         future.set_result(buffer)

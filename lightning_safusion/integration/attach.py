@@ -140,6 +140,21 @@ def _plain(optimizer: Optimizer) -> Optimizer:
     return _plain(inner) if isinstance(inner, Optimizer) else optimizer
 
 
+class _BeforeForward:
+    """Says that a forward pass begins; that of a copy of the model, to which nothing is attached, says nothing."""
+
+    def __init__(self, attached: Attached | None = None) -> None:
+        self._attached = attached
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, _: Any) -> None:
+        if self._attached is not None:
+            self._attached._begin(model)
+
+    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
+        return _BeforeForward, ()
+
+
 class Attached:
     """The engine below one wrapped model; made by :func:`attach`.
 
@@ -169,7 +184,7 @@ class Attached:
         self._resumed: Mapping[str, Any] = {}  # a state that came before the optimizers
         self._bound = False
         self._found: list[Optimizer] = []  # that have stepped before they were known
-        self._handles: list[RemovableHandle] = [model.module.register_forward_pre_hook(self._begin)]
+        self._handles: list[RemovableHandle] = [model.module.register_forward_pre_hook(_BeforeForward(self))]
         self._watches: list[RemovableHandle] = [register_optimizer_step_pre_hook(self._find)]
 
     # Who exchanges
@@ -184,8 +199,11 @@ class Attached:
 
         Raises:
             MisconfigurationException: If one does not go with the settings.
-            RuntimeError: On all workers, if they have different settings, with both values.
+            RuntimeError: On all workers, if they have different settings, with both values; if :meth:`close` was
+                called.
         """
+        if not self._handles:
+            raise RuntimeError("close() was called, and has given the model back: call attach again")
         plain = [_plain(each) for each in optimizers]
         state = None if self.engine is None else carried(self.engine)
         self._leave()
@@ -263,15 +281,16 @@ class Attached:
         if optimizer not in self._found and any(id(param) in own for param in params):
             self._found.append(optimizer)
 
-    @torch.compiler.disable
-    def _begin(self, model: nn.Module, _: Any) -> None:
-        if not torch.is_grad_enabled() or not model.training:
+    def _begin(self, model: nn.Module) -> None:
+        if not torch.is_grad_enabled():
             return
-        if self._found:
+        # what is collective begins in training mode: one worker alone may evaluate
+        if self._found and model.training:
             found, self._found = self._found, []
             self.bind(found)
-        if (engine := self.engine) is None or self._steps_aside(engine):
+        if (engine := self.engine) is None or (model.training and self._steps_aside(engine)):
             return
+        self._model.refuse_join()
         self._exchange.begin_batch()
         self._exchange.begin_backward(self.epoch)
         if (line := self._history.begin_batch(engine)) is not None:
@@ -343,19 +362,29 @@ class Attached:
         and begins empty on all workers.
 
         Raises:
-            ValueError: On all workers, if the state is damaged.
+            ValueError: On all workers, if the state is damaged, or some of them have none.
         """
         if not self._bound:
             self._resumed = state
-        if self.engine is None or not state:
+        if (engine := self.engine) is None:
             return
         with during("the restoring of a state"):
-            notes = restore(self.engine, self._settings.describe(), state, _WHERE)
+            given = engine.transport.gather_objects(bool(state))
+            if not all(given):
+                if any(given):
+                    raise ValueError(
+                        f"rank {given.index(False)} has no state, rank {given.index(True)} has one: give all workers "
+                        "that of rank 0"
+                    )
+                return
+            notes = restore(engine, self._settings.describe(), state, _WHERE)
         if notes:
             rank_zero_warn(f"SAFusion resumes with differences: {'; '.join(notes)}.")
 
     def close(self) -> None:
         """Gives the gradients back to DDP, and their momentum to the optimizers; residuals are lost. Collective."""
+        if not self._handles:
+            return  # somebody else may have the model
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

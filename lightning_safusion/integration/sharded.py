@@ -79,6 +79,9 @@ class InFSDP:
     def release(self) -> None:
         """Nothing: the last one who takes it has it."""
 
+    def refuse_join(self) -> None:
+        """Nothing: FSDP2 has none."""
+
     def _reduce(self, number: int, flat: Tensor) -> None:
         """In the place of an all-reduce over the replicas; ``flat``: a group's mean over the shards, and padding."""
         group = self._groups[number]

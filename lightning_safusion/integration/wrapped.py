@@ -49,6 +49,9 @@ class Wrapped(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside exchange nothing; the next one outside exchanges the sum."""
 
+    def refuse_join(self) -> None:
+        """Raises a RuntimeError if workers may have different numbers of batches."""
+
 
 class InDDP:
     """A model in DistributedDataParallel.
@@ -90,6 +93,13 @@ class InDDP:
     def no_sync(self) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = self._ddp.no_sync()
         return context
+
+    def refuse_join(self) -> None:
+        if self._ddp._join_config.enable:
+            raise RuntimeError(
+                "DistributedDataParallel.join() answers for workers that have ended outside of a backward pass, where "
+                "nothing can be exchanged sparse: give all workers as many batches, or call close() before join()"
+            )
 
 
 def _relay_of(model: DistributedDataParallel) -> Relay:

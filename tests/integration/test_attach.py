@@ -2,12 +2,14 @@
 
 Covers: the same parameters as Trainer's, bit for bit, with accumulation and a loss scaler; density 1 is DDP; states
     resume bit for bit, and on another number of workers; DDP goes on after the end; several models; optimizers around
-    others; gradients that are missing; what is refused, on all workers.
+    others; gradients that are missing; parameters that are frozen later; copies of the model; a handle whose end has
+    come; what is refused, on all workers.
 """
 
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import sys
 from collections.abc import Callable
@@ -342,26 +344,126 @@ def test_lightning_need_not_be_importable(tmp_path: Path) -> None:
     assert "SAFusionStrategy needs Lightning, which cannot be imported: lightning is blocked" in printed[1]
 
 
+class Branches(nn.Module):
+    """A worker, in a step, uses one of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(32, 10), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor, other: bool) -> Tensor:
+        out: Tensor = (self.other if other else self.one)(x)
+        return out
+
+
 def test_missing_gradients_end_the_step() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(32, 10), nn.Linear(32, 10)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
     def run(rank: int) -> str:
         model = DistributedDataParallel(Branches(), **OWN_BUCKETS)
         optimizer = adamw(model.parameters())
         attach(model, optimizer, **SPARSE)
-        model(torch.ones(2, 32)).sum().backward()
+        model(torch.ones(2, 32), False).sum().backward()
         with pytest.raises(RuntimeError) as raised:
             optimizer.step()
         return str(raised.value)
 
     for said in run_ranks(2, run):
-        assert "2 parameters got no gradient in this backward pass: unused.weight, unused.bias" in said
+        assert "2 parameters got no gradient in this backward pass: other.weight, other.bias" in said
+
+
+def test_parameters_that_are_frozen_later() -> None:
+    """DDP still passes them on, among those that are unused."""
+
+    def run(rank: int) -> tuple[list[Tensor], str]:
+        model = DistributedDataParallel(Branches(), find_unused_parameters=True, **OWN_BUCKETS)
+        optimizer = adamw(model.parameters())
+        handle = attach(model, optimizer, **SPARSE)
+
+        def step(number: int) -> None:
+            optimizer.zero_grad()
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * number + rank))
+            model(x, number < 2 and rank == 1).square().mean().backward()
+            optimizer.step()
+
+        for number in range(5):
+            if number == 2:
+                model.module.other.requires_grad_(False)
+                handle.bind([optimizer])
+            step(number)
+        ended = [param.detach().clone() for param in model.parameters()]
+        model.module.other.requires_grad_(True)
+        with pytest.raises(RuntimeError) as raised:
+            step(5)
+        return ended, str(raised.value)
+
+    (first, said), (second, _) = run_ranks(2, run)
+    assert same(first, second)
+    assert "was frozen at set-up, and is not now: call bind" in said
+
+
+def test_a_copy_of_the_model_has_nothing_attached() -> None:
+    def run(rank: int) -> list[tuple[int, list[Tensor]]]:
+        loop, ends = Loop(), []
+        loop.step(batches(rank)[0])
+        for duplicate in (copy.deepcopy(loop.model), pickle.loads(pickle.dumps(loop.model))):  # noqa: S301 (our own)
+            duplicate.zero_grad()
+            duplicate(batches(rank)[1][0]).square().mean().backward()
+            ends.append((loop.handle.figures()["windows"], [param.grad for param in duplicate.parameters()]))
+        return ends
+
+    for (windows, ours), (_, theirs) in zip(*run_ranks(2, run), strict=True):
+        assert windows == 1
+        assert same(ours, theirs)
+
+
+def test_the_end_comes_once() -> None:
+    def run(rank: int) -> int:
+        loop = Loop()
+        ended = loop.handle
+        ended.close()
+        loop.handle = attach(loop.model, loop.optimizer, **SPARSE)
+        ended.close()
+        with pytest.raises(RuntimeError, match="has given the model back: call attach again"):
+            ended.bind([loop.optimizer])
+        for batch in batches(rank)[:2]:
+            loop.step(batch)
+        windows: int = loop.handle.figures()["windows"]
+        return windows
+
+    assert run_ranks(2, run) == [2, 2]
+
+
+def test_a_state_on_some_workers_alone_is_refused_on_all() -> None:
+    def run(rank: int) -> list[Tensor]:
+        loop = Loop()
+        state = loop.handle.state_dict()
+        with pytest.raises(ValueError, match="rank 1 has no state, rank 0 has one: give all workers that of rank 0"):
+            loop.handle.load_state_dict({} if rank else state)
+        loop.step(batches(rank)[0])
+        return loop.weights
+
+    assert same(*run_ranks(2, run))
+
+
+def test_the_epoch_is_heard_of_in_every_mode() -> None:
+    def run(rank: int) -> int:
+        loop = Loop()
+        loop.model.eval()
+        loop.handle.epoch = 3
+        loop.step(batches(rank)[0])
+        assert loop.handle.engine is not None
+        return loop.handle.engine.epoch
+
+    assert run_ranks(2, run) == [3, 3]
+
+
+def test_join_is_refused() -> None:
+    def run(rank: int) -> None:
+        loop = Loop()
+        with pytest.raises(RuntimeError, match="give all workers as many batches"), loop.model.join():
+            loop.step(batches(rank)[0])
+
+    run_ranks(2, run)
 
 
 def test_what_is_refused() -> None:
