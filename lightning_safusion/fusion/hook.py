@@ -165,12 +165,14 @@ class DDPHook(GradientHook):
         # In the first static-graph iteration DDP calls all hooks, then finalizes, in one go from the engine's end: a
         # callback queued there would come too late.
         self._drain_in_hook = static_graph
-        for param in params:
-            self._handles.append(param.register_post_accumulate_grad_hook(self._mark_fresh))
-        self._fresh = [False] * len(self._index)
+        self._fresh = fresh = [False] * len(self._index)
+        places = self._index
 
-    def _mark_fresh(self, param: Tensor) -> None:
-        self._fresh[self._index[id(param)]] = True
+        def mark(param: Tensor) -> None:  # parameters must not hold the engine, which has the optimizers that hold them
+            fresh[places[id(param)]] = True
+
+        for param in params:
+            self._handles.append(param.register_post_accumulate_grad_hook(mark))
 
     # Manual optimization in a compiled training_step runs the backward pass there: Dynamo would trace the hook.
     @torch.compiler.disable
@@ -234,7 +236,7 @@ class DDPHook(GradientHook):
     @torch.compiler.disable
     def _finish(self) -> None:
         self._drain_in_hook, self._rebuilt, self._ending = False, True, False
-        self._fresh = [False] * len(self._fresh)
+        self._fresh[:] = [False] * len(self._fresh)
         waiting = during(f"the exchange of gradients in step {self.engine.windows}")
         with torch.no_grad(), torch.autocast(self._device_type, enabled=False), waiting:
             self.engine.drain()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import nn
@@ -140,6 +141,17 @@ def _plain(optimizer: Optimizer) -> Optimizer:
     return _plain(inner) if isinstance(inner, Optimizer) else optimizer
 
 
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook of an optimizer, which the engine holds, and DDP's reducer the engine: it must not hold DDP."""
+    reference = WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call
+
+
 class _BeforeForward:
     """Says that a forward pass begins; that of a copy of the model, to which nothing is attached, says nothing."""
 
@@ -184,8 +196,10 @@ class Attached:
         self._resumed: Mapping[str, Any] = {}  # a state that came before the optimizers
         self._bound = False
         self._found: list[Optimizer] = []  # that have stepped before they were known
+        self._seen: WeakSet[Optimizer] = WeakSet()  # that are bound, or have stepped
         self._handles: list[RemovableHandle] = [model.module.register_forward_pre_hook(_BeforeForward(self))]
-        self._watches: list[RemovableHandle] = [register_optimizer_step_pre_hook(self._find)]
+        self._handles.append(register_optimizer_step_pre_hook(_weakly(self._find)))
+        self._watches: list[RemovableHandle] = []
 
     # Who exchanges
 
@@ -225,9 +239,11 @@ class Attached:
         for line in self._exchange.cautions(plain):
             rank_zero_warn(f"SAFusion: {line}.")
         for optimizer in plain:
-            self._watches.append(optimizer.register_step_pre_hook(self._check))
-            self._watches.append(optimizer.register_state_dict_pre_hook(self._settle))
-            self._watches.append(optimizer.register_load_state_dict_pre_hook(self._settle))
+            self._watches.append(optimizer.register_step_pre_hook(_weakly(self._check)))
+            self._watches.append(optimizer.register_state_dict_pre_hook(_weakly(self._settle)))
+            self._watches.append(optimizer.register_load_state_dict_pre_hook(_weakly(self._settle)))
+            inner = getattr(optimizer, "optim", None)  # as of ZeroRedundancyOptimizer
+            self._seen.update(each for each in (optimizer, inner) if isinstance(each, Optimizer))
 
     def _choose(self, optimizers: Sequence[Optimizer], transport: Transport) -> None:
         model, settings = self._model, self._settings
@@ -276,10 +292,21 @@ class Attached:
     # Where the loop is
 
     def _find(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
         own = {id(param) for param in self._model.inner.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if optimizer not in self._found and any(id(param) in own for param in params):
+        if not any(id(param) in own for param in params):
+            return
+        if not self._bound:
             self._found.append(optimizer)
+        elif self.engine is not None:
+            rank_zero_warn(
+                f"SAFusion: {type(optimizer).__name__} steps parameters of the model, and was not given to attach: "
+                "call bind of what it has returned with all optimizers, on all workers. Until then momentum may count "
+                "twice, and gradients that are missing are not noticed."
+            )
 
     def _begin(self, model: nn.Module) -> None:
         if not torch.is_grad_enabled():

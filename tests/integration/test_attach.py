@@ -9,9 +9,12 @@ Covers: the same parameters as Trainer's, bit for bit, with accumulation and a l
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
 import sys
+import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -414,6 +417,44 @@ def test_a_copy_of_the_model_has_nothing_attached() -> None:
     for (windows, ours), (_, theirs) in zip(*run_ranks(2, run), strict=True):
         assert windows == 1
         assert same(ours, theirs)
+
+
+def test_what_is_dropped_is_freed() -> None:
+    """DDP's reducer holds the engine, and Python does not see that."""
+
+    def run(rank: int) -> list[bool]:
+        freed = []
+        for found in (False, True):
+            loop = Loop(found=found)
+            loop.step(batches(rank)[0])
+            loop.step(batches(rank)[1])
+            gone = weakref.ref(loop.model), weakref.ref(loop.handle.engine)
+            del loop
+            gc.collect()
+            gc.collect()  # what the reducer held
+            freed += [reference() is None for reference in gone]
+        return freed
+
+    assert run_ranks(2, run) == [[True] * 4] * 2
+
+
+def test_an_optimizer_that_was_not_given_is_named() -> None:
+    def run(rank: int) -> int:
+        loop = Loop()
+        loop.step(batches(rank)[0])
+        loop.optimizer = torch.optim.Adagrad(loop.model.parameters())
+        with pytest.warns(match="Adagrad steps parameters of the model, and was not given to attach: call bind"):
+            loop.step(batches(rank)[1])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*was not given to attach")
+            loop.step(batches(rank)[2])  # once
+            loop.optimizer = adamw(loop.model.parameters())
+            loop.handle.bind([loop.optimizer])
+            loop.step(batches(rank)[3])
+        windows: int = loop.handle.figures()["windows"]
+        return windows
+
+    assert run_ranks(2, run) == [4, 4]
 
 
 def test_the_end_comes_once() -> None:
