@@ -109,8 +109,10 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 
 def shard_groups(model: FSDPModule) -> list[ShardGroup]:
     """All groups of a model, also those whose parameters are frozen now: they may not be so always."""
-    names = {id(param): name for name, param in model.named_parameters()}  # type: ignore[attr-defined]  # it is a module
     modules = [each for each in model.modules() if isinstance(each, FSDPModule)]  # type: ignore[attr-defined]
+    for module in modules:
+        module.reshard()  # with set_reshard_after_backward(False) whole parameters are in the place of shards
+    names = {id(param): name for name, param in model.named_parameters()}  # type: ignore[attr-defined]  # it is a module
     return [ShardGroup(module, names) for module in modules if _param_groups(module)]
 
 

@@ -197,8 +197,11 @@ class Attached:
         self._bound = False
         self._found: list[Optimizer] = []  # that have stepped before they were known
         self._seen: WeakSet[Optimizer] = WeakSet()  # that are bound, or have stepped
-        self._handles: list[RemovableHandle] = [model.module.register_forward_pre_hook(_BeforeForward(self))]
-        self._handles.append(register_optimizer_step_pre_hook(_weakly(self._find)))
+        self._handles: list[RemovableHandle] = [
+            # before FSDP2 puts whole parameters in the place of shards
+            model.module.register_forward_pre_hook(_BeforeForward(self), prepend=True),
+            register_optimizer_step_pre_hook(_weakly(self._find)),
+        ]
         self._watches: list[RemovableHandle] = []
 
     # Who exchanges
@@ -247,8 +250,8 @@ class Attached:
 
     def _choose(self, optimizers: Sequence[Optimizer], transport: Transport) -> None:
         model, settings = self._model, self._settings
-        left = untrained(model.inner, optimizers)
         specs = model.specs(optimizers, self._dense_rules)
+        left = untrained(model.inner, optimizers)
         hosts = check_equal(transport, model.options | optimizer_options(optimizers) | fingerprint(settings, specs))
         self._choice = choose(settings, specs, optimizers, transport.world_size, False, False, None)
         if self._choice.mode is not Mode.ENGINE:
@@ -295,7 +298,7 @@ class Attached:
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        own = {id(param) for param in self._model.inner.parameters()}
+        own = {id(param) for param in self._model.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if not any(id(param) in own for param in params):
             return

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.sharded_hook import ShardedHook, ShardGroup, shard_groups
 from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.parameters import trained, untrained
-from lightning_safusion.integration.wrapped import DenseRules
+from lightning_safusion.integration.wrapped import TAKEN, DenseRules
 
 
 class InFSDP:
@@ -28,6 +29,7 @@ class InFSDP:
         mesh: Of the replicas, one-dimensional.
 
     Raises:
+        RuntimeError: If the model is taken.
         ValueError: If the mesh has another number of dimensions, or FSDP2 averages over replicas itself.
     """
 
@@ -43,7 +45,10 @@ class InFSDP:
         self._syncs = True
         self._partial: dict[int, Tensor] = {}  # sums of passes that exchanged nothing, by group
         self._groups: list[ShardGroup] = []
+        if self.module in _taken:
+            raise RuntimeError(TAKEN)
         self._follow()
+        _taken.add(self.module)
 
     def _follow(self) -> None:
         """Looks which parameters are trained now."""
@@ -55,6 +60,10 @@ class InFSDP:
     def synchronises(self) -> bool:
         """See :class:`Wrapped`, as all below."""
         return self._syncs
+
+    def parameters(self) -> Iterable[Tensor]:
+        # not those of the module, which are whole between its forward and backward pass
+        return [param for group in self._groups for param in group.params]
 
     def specs(self, optimizers: Sequence[Optimizer], rules: DenseRules) -> tuple[TensorSpec, ...]:
         self._follow()
@@ -77,7 +86,7 @@ class InFSDP:
         self._hook = None
 
     def release(self) -> None:
-        """Nothing: the last one who takes it has it."""
+        _taken.discard(self.module)
 
     def refuse_join(self) -> None:
         """Nothing: FSDP2 has none."""
@@ -118,3 +127,6 @@ class InFSDP:
             yield
         finally:
             self._syncs = before
+
+
+_taken: WeakSet[nn.Module] = WeakSet()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -18,6 +18,8 @@ from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.parameters import trained
 
 DenseRules = tuple[list[str], int, int]
+
+TAKEN = "the model is attached already: call close() of what attach has returned first"
 
 
 class Wrapped(Protocol):
@@ -33,6 +35,9 @@ class Wrapped(Protocol):
     @property
     def synchronises(self) -> bool:
         """Whether a backward pass exchanges gradients now."""
+
+    def parameters(self) -> Iterable[Tensor]:
+        """What optimizers step."""
 
     def specs(self, optimizers: Sequence[Optimizer], rules: DenseRules) -> tuple[TensorSpec, ...]:
         """The gradients that are exchanged, as they arrive."""
@@ -78,6 +83,9 @@ class InDDP:
         """See :class:`Wrapped`, as all below."""
         return bool(self._ddp.require_backward_grad_sync)
 
+    def parameters(self) -> Iterable[Tensor]:
+        return self.inner.parameters()
+
     def specs(self, optimizers: Sequence[Optimizer], rules: DenseRules) -> tuple[TensorSpec, ...]:
         return specs_from_parameters(trained(self.inner, optimizers), *rules)
 
@@ -110,7 +118,7 @@ def _relay_of(model: DistributedDataParallel) -> Relay:
         model.register_comm_hook(None, relay.run)
         _relays[model] = relay
     if relay.taken:
-        raise RuntimeError("the model is attached already: call close() of what attach has returned first")
+        raise RuntimeError(TAKEN)
     return relay
 
 

@@ -2,8 +2,8 @@
 
 Covers: density 1 against FSDP2's own two-dimensional mesh, bit for bit, in fp32 and bf16, with accumulation, clipping
     and uneven shards; nothing written late is lost, whatever the gradient is made of; replicas are equal at a low
-    density, and elements are compared in units of the shards' second moments; parameters that no optimizer has, or
-    that are frozen later; gradients of a part; what is refused.
+    density, and elements are compared in units of the shards' second moments; optimizers that are found; parameters
+    that no optimizer has, or that are frozen later; gradients of a part; what is refused.
 """
 
 from __future__ import annotations
@@ -232,6 +232,29 @@ def test_frozen_parameters_and_those_of_no_optimizer() -> None:
     assert run_ranks(4, run) == [[True, True]] * 4
 
 
+@pytest.mark.parametrize("reshards", [True, False])
+def test_optimizers_are_found_when_they_step(reshards: bool) -> None:
+    """Between the steps, where parameters may be whole."""
+
+    def run(rank: int) -> tuple[list[Tensor], Any]:
+        loop = Loop(native=True)
+        mesh = meshes()
+        loop.native, loop.model = False, sharded(mesh["shard"])
+        loop.model.set_reshard_after_backward(reshards)
+        loop.optimizer = torch.optim.AdamW(loop.model.parameters(), 1e-2)
+        loop.handle = attach(loop.model, replicate_mesh=mesh["replicate"], **SPARSE)
+        for number in range(4):
+            loop.step(rank, number)
+        for part in (loop.model.first, loop.model.second, loop.model):
+            part.reshard()
+        return loop.weights, loop.handle.figures()["windows"]
+
+    (first, windows), (second, _), (third, _), (fourth, _) = run_ranks(4, run)
+    assert windows == 3
+    assert same(first, third)
+    assert same(second, fourth)
+
+
 def test_a_part_of_the_gradients_is_refused() -> None:
     """Frozen parameters that are trained again, without bind; a pass without some parameters, before another one."""
 
@@ -278,6 +301,8 @@ def test_what_is_refused() -> None:
                 attach(model, optimizer, replicate_mesh=replicas)
             said.append(str(raised.value))
         attach(shards, optimizer, replicate_mesh=mesh["replicate"], **SPARSE)
+        with pytest.raises(RuntimeError, match="attached already"):
+            attach(shards, optimizer, replicate_mesh=mesh["replicate"], **SPARSE)
         shards.first(torch.ones(2, 13)).sum().backward()
         with pytest.raises(RuntimeError) as missing:
             optimizer.step()
