@@ -30,7 +30,7 @@ OF_DDP = re.compile("ddp", re.IGNORECASE)
 _GIVEN: dict[str, Any] = json.loads(os.environ.get(SETTINGS, "{}"))  # tests clear the environment
 
 
-class SAFusionStrategy(lightning_safusion.SAFusionStrategy):
+class InDDPsPlace(lightning_safusion.SAFusionStrategy):
     """The strategy with the settings of this run, where a test gives no others. Tests read its name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,12 +40,14 @@ class SAFusionStrategy(lightning_safusion.SAFusionStrategy):
 
 def substitute() -> None:
     """Puts the strategy where ``DDPStrategy`` is imported from, and behind the names that ``Trainer`` takes."""
+    # not before: to LightningCLI the name would mean two classes
+    InDDPsPlace.__name__ = lightning_safusion.SAFusionStrategy.__name__
     for place in (strategies, strategies.ddp):
-        vars(place)["DDPStrategy"] = SAFusionStrategy
+        vars(place)["DDPStrategy"] = InDDPsPlace
     for name, entry in list(StrategyRegistry.items()):
         if entry["strategy"] is DDPStrategy:
             options = entry["init_params"]
-            StrategyRegistry.register(name, SAFusionStrategy, entry["description"], override=True, **options)
+            StrategyRegistry.register(name, InDDPsPlace, entry["description"], override=True, **options)
 
 
 def forget_names() -> None:

@@ -54,7 +54,7 @@ def engine(chosen: EngineSettings, _: Any, transport: Transport, *__: Any, **___
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(engine_exchange, "rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_safusion.announce.rank_zero_info", said.append)
     monkeypatch.setattr(engine_exchange, "build_engine", engine)
     monkeypatch.setattr(engine_exchange, "left_to_torch", lambda *_: [])
     for name in (*_HINDRANCES, "NCCL_LAUNCH_ORDER_IMPLICIT"):
