@@ -9,7 +9,8 @@ from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.cadence import Cadence
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, FusionPolicy, Naive, Single
 from lightning_safusion.fusion.plans.selective import Selective
-from lightning_safusion.integration.attach import Attached, attach
+from lightning_safusion.integration.attach import attach
+from lightning_safusion.integration.attached import Attached
 from lightning_safusion.sparsify import (
     DGC,
     ADTopk,

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 
 from lightning_safusion.announce import MisconfigurationException
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB
-from lightning_safusion.integration.attach import PARTS, Attached, attach, checked_parts
+from lightning_safusion.integration.attach import PARTS, attach, checked_parts
+from lightning_safusion.integration.attached import Attached
 from lightning_safusion.sparsify.schedule import DensitySchedule
 from lightning_safusion.systems import DEFAULT
 

@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from lightning_safusion.announce import rank_zero_warn
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB
-from lightning_safusion.integration.attach import PARTS, Attached, attach, checked_parts
+from lightning_safusion.integration.attach import PARTS, attach, checked_parts
+from lightning_safusion.integration.attached import Attached
 from lightning_safusion.integration.checkpoint.parts import ENTRY
 from lightning_safusion.integration.options import refuse_options
 from lightning_safusion.sparsify.schedule import DensitySchedule

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, M
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion import Attached, attach
-from lightning_safusion.integration import attach as attaching
+from lightning_safusion.integration import attached as attaching
 from lightning_safusion.integration.exchange import Choice, Mode
 from tests.process_group import run_ranks
 
