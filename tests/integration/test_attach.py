@@ -339,7 +339,7 @@ def test_lightning_need_not_be_importable(tmp_path: Path) -> None:
     printed = []
     for epochs in (2, 5):
         (tmp_path / "loop.py").write_text(example.replace("EPOCHS, CHECKPOINT = 5", f"EPOCHS, CHECKPOINT = {epochs}"))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         printed.append(run(*torchrun, "blocked.py", "loop.py", cwd=tmp_path))
     assert "epoch 1: " in printed[0]
     assert "epoch 1: " not in printed[1]
