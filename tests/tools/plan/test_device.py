@@ -100,10 +100,10 @@ def test_the_bytes_of_the_predicted_step_of_bert_base(density: float, by_update:
 @pytest.mark.parametrize(
     ("density", "by_update", "gathered", "sharded"),
     [
-        (0.02, True, [1.85, 2.37, 4.44], 2.42),  # the default with Adam
-        (0.02, False, [1.56, 2.08, 4.15], 2.12),
-        (0.1, True, [2.64, 4.02, 9.55], 3.95),
-        (0.1, False, [2.35, 3.73, 9.26], 3.65),  # the default with SGD
+        (0.02, True, [1.88, 2.50, 4.95], 2.47),  # the default with Adam
+        (0.02, False, [1.59, 2.20, 4.66], 2.17),
+        (0.1, True, [2.74, 4.41, 11.09], 4.13),
+        (0.1, False, [2.45, 4.12, 10.80], 3.83),  # the default with SGD
     ],
 )
 def test_the_predicted_step_of_bert_base_is_that_of_the_documents(
@@ -218,8 +218,11 @@ def test_planners_begin_with_counted_costs() -> None:
 
 def test_a_quarter_of_all_elements_is_a_bitmap_which_no_kernel_writes() -> None:
     job = bert_large("25gbit", 4, 1)
-    path = build_schedule("saf-pooled", replace(job, density=0.2)).messages[0].decode
-    assert build_schedule("saf-pooled", replace(job, density=0.3)).messages[0].decode > 1.2 * path
+
+    def decoding(density: float) -> float:
+        return sum(each.decode for each in build_schedule("saf-pooled", replace(job, density=density)).messages)
+
+    assert decoding(0.3) > 1.2 * 1.5 * decoding(0.2)  # there are half as many entries more
 
 
 def test_a_faster_device_takes_less() -> None:
