@@ -155,6 +155,11 @@ class ShardedHook(GradientHook):
                 + ". The gradients of this step are not synchronised. Run a backward pass that leaves out parameters "
                 "inside of no_sync() of what attach has returned."
             )
+        if any(getattr(param, "_post_accumulate_grad_hooks", None) for param in group.params):
+            raise RuntimeError(
+                f"a hook of {group.names[0]} or another parameter (register_post_accumulate_grad_hook) would see its "
+                "gradient before it is exchanged: step the optimizer after the backward pass"
+            )
         existed = None
         if not group.becomes_gradient(flat):
             existed = [param.grad is not None for param in group.params]

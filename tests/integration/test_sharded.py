@@ -282,6 +282,17 @@ def test_a_part_of_the_gradients_is_refused() -> None:
         assert "came twice before the exchange has ended, and there were none of first.0.weight" in twice
 
 
+def test_optimizers_that_step_in_the_backward_pass_are_refused() -> None:
+    def run(rank: int) -> str:
+        loop = Loop(**SPARSE)
+        loop.model.scale.register_post_accumulate_grad_hook(lambda param: None)
+        with pytest.raises(RuntimeError) as raised:
+            loop.step(rank, 0)
+        return str(raised.value)
+
+    assert all("would see its gradient before it is exchanged" in said for said in run_ranks(4, run))
+
+
 def test_what_is_refused() -> None:
     def run(rank: int) -> list[str]:
         mesh = meshes()
