@@ -68,7 +68,7 @@ class Link:
             self.machine.shape(_SLOW)
         else:
             # wherever the system has it
-            subprocess.run(["ip", "link", "set", "dev", self.machine.device, way], check=True)  # noqa: S607
+            subprocess.run(["ip", "link", "set", "dev", self.machine.device, way], check=True)  # noqa: S607  # where the system has it
 
 
 class CutLink:

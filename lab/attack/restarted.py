@@ -93,5 +93,5 @@ def work(*args: Any) -> None:
     try:
         train(*args)
     finally:
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()  # type: ignore[attr-defined]  # as in workers.py
         atexit._run_exitfuncs()
