@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -37,10 +38,20 @@ class ShardGroup:
             )
         self._shards = [each for each in self._group.fsdp_params if each.sharded_param.requires_grad]
         self.params: list[Tensor] = [each.sharded_param for each in self._shards]
-        self.names = [names[id(each.sharded_param)] for each in self._group.fsdp_params]
+        self.named = {names[id(each.sharded_param)]: each.sharded_param for each in self._group.fsdp_params}
+        self.names = list(self.named)
         self.shapes: list[tuple[int, ...]] = [tuple(each.sharded_size) for each in self._shards]
         padded = [each.padded_sharded_param_size.numel() for each in self._shards]
         self._starts = [sum(padded[:number]) for number in range(len(padded) + 1)]
+
+    def check_replicas(self, ranks: Sequence[int]) -> None:
+        """Raises a ValueError if two of these workers, which are to have the same shards, have different ones."""
+        sharded = dist.get_process_group_ranks(self._group.mesh_info.shard_process_group)
+        if both := sorted(set(sharded) & set(ranks) - {dist.get_rank()}):
+            raise ValueError(
+                f"ranks {', '.join(map(str, both))} are both among the shards of {', '.join(self.names[:4])} and in "
+                "replicate_mesh: give fully_shard mesh['shard'], and attach replicate_mesh=mesh['replicate']"
+            )
 
     @property
     def dtype(self) -> torch.dtype:

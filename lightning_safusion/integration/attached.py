@@ -7,11 +7,14 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
+from os import PathLike
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import StorageReader
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -22,8 +25,15 @@ from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.fusion.state import carried, restore_carried
-from lightning_safusion.integration.checkpoint import restore, save
+from lightning_safusion.fusion.state import carried, local_state, restore_carried
+from lightning_safusion.integration.checkpoint import parts, restore, save
+from lightning_safusion.integration.checkpoint.distributed import (
+    OTHER_SHARDS,
+    DistributedCheckpoint,
+    distributed_state,
+    gathered,
+    scattered,
+)
 from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
 from lightning_safusion.integration.history import FitHistory
@@ -92,8 +102,9 @@ class Attached:
         self._exchange, self._choice = GradientExchange(), Choice(Mode.PLAIN, "no optimizer has stepped yet")
         self._history = FitHistory()
         self._costs_followed = 0  # number of windows at the last look at the costs
-        self._resumed: Mapping[str, Any] = {}  # a state that came before the optimizers
-        self._bound = False
+        self._resume: Callable[[], None] = partial(self.load_state_dict, {})  # of a state that came before optimizers
+        self._bound = self._holds_back = False  # a state has residuals
+        self._optimizers: Sequence[Optimizer] = ()
         self._found: list[Optimizer] = []  # that have stepped before they were known
         self._seen: WeakSet[Optimizer] = WeakSet()  # that are bound, or have stepped
         self._handles: list[RemovableHandle] = [
@@ -133,11 +144,11 @@ class Attached:
         except BaseException:
             self._leave()
             raise
-        self._bound = True
+        self._bound, self._optimizers = True, plain
         if self.engine is not None and state is not None:
             restore_carried(self.engine, state)
-        resumed, self._resumed = self._resumed, {}
-        self.load_state_dict(resumed)
+        resume, self._resume = self._resume, partial(self.load_state_dict, {})
+        resume()
         for line in self._exchange.cautions(plain):
             rank_zero_warn(f"SAFusion: {line}.")
         for optimizer in plain:
@@ -152,8 +163,8 @@ class Attached:
         specs = model.specs(optimizers, self._dense_rules)
         left = untrained(model.inner, optimizers)
         hosts = check_equal(transport, model.options | optimizer_options(optimizers) | fingerprint(settings, specs))
-        self._choice = choose(settings, specs, optimizers, transport.world_size, False, False, None)
-        if self._choice.mode is not Mode.ENGINE:
+        self._choice = choose(settings, specs, optimizers, transport.world_size, False, self._holds_back, None)
+        if self._choice.plain_ddp is not None:
             announce(f"{self._choice.mode.value} is used, because {self._choice.reason}")
             return
         if left:
@@ -270,7 +281,7 @@ class Attached:
     report = figures
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals of all workers, counters, plan and costs. Collective: all workers call it.
+        """Residuals of all workers in full, counters, plan and costs. Collective: all workers call it.
 
         Returns:
             Plain values and tensors, for the checkpoint that one worker writes: on rank 0 with the residuals of all,
@@ -279,10 +290,61 @@ class Attached:
         Raises:
             OSError: On all workers, if one could not make its part.
         """
+        if (engine := self.engine) is None:
+            return {}
+        settings, (number, shards) = self._settings.describe(), self._model.place
+        with during("the making of a state"):
+            if shards == 1:
+                return save(engine, settings, _WHERE, inside=True)
+            whole = gathered(local_state(engine)["memory"], self._model)
+            return {} if number else save(engine, settings | OTHER_SHARDS, _WHERE, inside=True, memory=whole)
+
+    def distributed_state_dict(self) -> dict[str, Any]:
+        """The same for ``torch.distributed.checkpoint.save``, where each worker writes its own. Collective.
+
+        Returns:
+            Of each worker its residuals, sharded as the parameters are, and bytes. Empty with plain DDP.
+
+        Example::
+
+            dcp.save({"model": model_state, "safusion": handle.distributed_state_dict()}, checkpoint_id=path)
+            ...
+            handle.load_distributed(path)
+        """
         if self.engine is None:
             return {}
         with during("the making of a state"):
-            return save(self.engine, self._settings.describe(), _WHERE, inside=True)
+            return distributed_state(self.engine, self._settings.describe(), self._model)
+
+    def load_distributed(self, checkpoint: str | PathLike[str] | StorageReader, key: str = "safusion") -> None:
+        """Restores what :meth:`distributed_state_dict` has returned, on any mesh of workers. Collective.
+
+        On the same mesh training goes on bit for bit. On as many replicas each keeps its residuals; on others each
+        takes the mean of all. What cannot be used is named in a warning, and begins empty on all workers.
+
+        Args:
+            checkpoint: Folder of ``torch.distributed.checkpoint.save``, or what reads it.
+            key: Under which the state was saved.
+
+        Raises:
+            ValueError: On all workers, if the state is damaged.
+        """
+        if not self._bound:
+            self._resume = partial(self.load_distributed, checkpoint, key)
+            return
+        with during("the restoring of a state"):
+            saved = DistributedCheckpoint(checkpoint, key, self._model)
+            if not saved.entry:
+                self._say([f"{checkpoint} has no residuals under {key!r}"])
+            elif (engine := self._engine_for(saved.entry)) is not None:
+                self._say(saved.restore(engine, self._settings.describe()))
+
+    def _engine_for(self, entry: Mapping[str, Any]) -> Engine | None:
+        """The engine, also where all is dense: what a residual holds leaves with the first gradients."""
+        if self.engine is None and self._bound and entry.get("holds_back"):
+            self._holds_back = True
+            self.bind(self._optimizers)
+        return self.engine
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` has returned on rank 0. Collective: all workers call it with the same.
@@ -294,11 +356,11 @@ class Attached:
             ValueError: On all workers, if the state is damaged, or some of them have none.
         """
         if not self._bound:
-            self._resumed = state
-        if (engine := self.engine) is None:
+            self._resume = partial(self.load_state_dict, state)
+        if self._transport is None:
             return
         with during("the restoring of a state"):
-            given = engine.transport.gather_objects(bool(state))
+            given = self._transport.gather_objects(bool(state))
             if not all(given):
                 if any(given):
                     raise ValueError(
@@ -306,7 +368,12 @@ class Attached:
                         "that of rank 0"
                     )
                 return
-            notes = restore(engine, self._settings.describe(), state, _WHERE)
+            if (engine := self._engine_for(state)) is None:
+                return
+            read = partial(parts.read, _WHERE, entry=state)
+            self._say(restore(engine, self._settings.describe(), state, _WHERE, scattered(read, self._model)))
+
+    def _say(self, notes: Sequence[str]) -> None:
         if notes:
             rank_zero_warn(f"SAFusion resumes with differences: {'; '.join(notes)}.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -12,8 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from lightning_safusion.announce import announce
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.sharded_hook import ShardedHook, ShardGroup, shard_groups
 from lightning_safusion.integration.engine_exchange import EngineExchange
@@ -24,23 +28,42 @@ from lightning_safusion.integration.wrapped import TAKEN, DenseRules
 class InFSDP:
     """A model that ``fully_shard`` has sharded over one dimension of a mesh; another one has the replicas.
 
+    Parameters that are whole on all workers of tensor parallelism have the same gradient on them, and need the same
+    mean: these are averaged uncompressed, since what is selected depends on the worker's other tensors.
+
     Args:
         model: The root.
         mesh: Of the replicas, one-dimensional.
+        prefix: Begins the names of the parameters.
 
     Raises:
         RuntimeError: If the model is taken.
-        ValueError: If the mesh has another number of dimensions, or FSDP2 averages over replicas itself.
+        ValueError: If the mesh has another number of dimensions or has shards in it, or FSDP2 averages over replicas
+            itself.
     """
 
     find_unused = static = False
 
-    def __init__(self, model: FSDPModule, mesh: DeviceMesh) -> None:
+    def __init__(self, model: FSDPModule, mesh: DeviceMesh, prefix: str = "") -> None:
         if mesh.ndim != 1:
             raise ValueError(f"replicate_mesh has one dimension, mesh['replicate'], got {mesh.ndim}")
         self.module: nn.Module = model  # type: ignore[assignment]  # fully_shard makes one of a module
-        self.inner, self.group = self.module, mesh.get_group()
-        self.options = {"shards": str([each.shapes for each in shard_groups(model)])}
+        self.inner, self.group, self._prefix = self.module, mesh.get_group(), prefix
+        groups = shard_groups(model)
+        for each in groups:
+            each.check_replicas(dist.get_process_group_ranks(self.group))
+        params: list[Any] = [param for each in groups for param in each.params]
+        widest: DeviceMesh = max((param.device_mesh for param in params), key=lambda each: each.ndim)
+        self._tensor_parallel = widest.ndim > 1
+        at: list[int] = list(widest.get_coordinate() or [])
+        sizes = list(widest.shape)
+        self.place = 0, 1
+        for coordinate, size in zip(at, sizes, strict=True):
+            self.place = self.place[0] * size + coordinate, self.place[1] * size
+        self.options = {
+            "shards": str([each.shapes for each in groups]),
+            "place among the shards": f"{at} of {sizes}",
+        }
         self._hook: ShardedHook | None = None
         self._syncs = True
         self._partial: dict[int, Tensor] = {}  # sums of passes that exchanged nothing, by group
@@ -65,21 +88,33 @@ class InFSDP:
         # not those of the module, which are whole between its forward and backward pass
         return [param for group in self._groups for param in group.params]
 
+    def _exchanged(self, optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
+        return [each for each in trained(self.inner, optimizers) if not self._is_alike(each[1])]
+
+    def _is_alike(self, param: Any) -> bool:
+        """Whether all workers of tensor parallelism have the whole of a parameter."""
+        return self._tensor_parallel and not any(each.is_shard() for each in param.placements[1:])
+
     def specs(self, optimizers: Sequence[Optimizer], rules: DenseRules) -> tuple[TensorSpec, ...]:
         self._follow()
-        wanted = {id(param) for _, param in trained(self.inner, optimizers)}
         shards = {
             id(param): torch.empty(shape, dtype=group.dtype, device="meta", requires_grad=True)
             for group in self._groups
             for param, shape in zip(group.params, group.shapes, strict=True)
-            if id(param) in wanted
         }
-        named = [(name, shards[id(param)]) for name, param in self.inner.named_parameters() if id(param) in shards]
+        named = [(self._prefix + name, shards[id(param)]) for name, param in self._exchanged(optimizers)]
         return specs_from_parameters(named, *rules)
 
     def install(self, exchange: EngineExchange, optimizers: Sequence[Optimizer]) -> None:
-        params = [param for _, param in trained(self.inner, optimizers)]
-        self._hook = ShardedHook(exchange.engine, params, untrained(self.inner, optimizers))
+        params = [param for _, param in self._exchanged(optimizers)]
+        alike = [each for each in trained(self.inner, optimizers) if self._is_alike(each[1])]
+        if alike:
+            announce(
+                f"{sum(param.numel() for _, param in alike):,} elements ({', '.join(name for name, _ in alike[:4])}"
+                f"{', ...' if alike[4:] else ''}) are averaged uncompressed, because tensor parallelism does not shard "
+                "them"
+            )
+        self._hook = ShardedHook(exchange.engine, params, [*untrained(self.inner, optimizers), *alike])
         exchange.use(self._hook, params)
 
     def leave(self) -> None:
@@ -90,6 +125,25 @@ class InFSDP:
 
     def refuse_join(self) -> None:
         """Nothing: FSDP2 has none."""
+
+    def _param(self, name: str) -> Any:
+        own = name.removeprefix(self._prefix)
+        return next((each.named[own] for each in self._groups if own in each.named), None)
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        param = self._param(name)
+        shape = param.shape + local.shape[param.ndim :]  # complex ones have a dimension more
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        param = self._param(name)
+        if param is None or whole.shape[: param.ndim] != param.shape:
+            return torch.empty(0)  # fits nothing
+        shape, offset = compute_local_shape_and_global_offset(whole.shape, param.device_mesh, param.placements)
+        return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
     def _reduce(self, number: int, flat: Tensor) -> None:
         """In the place of an all-reduce over the replicas; ``flat``: a group's mean over the shards, and padding."""

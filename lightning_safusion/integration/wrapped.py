@@ -31,6 +31,7 @@ class Wrapped(Protocol):
     options: dict[str, str]  #: that must be the same on all of them
     find_unused: bool
     static: bool
+    place: tuple[int, int]  #: number of this worker among those that have pieces of a replica, and how many these are
 
     @property
     def synchronises(self) -> bool:
@@ -57,6 +58,12 @@ class Wrapped(Protocol):
     def refuse_join(self) -> None:
         """Raises a RuntimeError if workers may have different numbers of batches."""
 
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """What this worker has of a tensor, by the parameter's name, as a part of the whole one."""
+
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        """What this worker has of a tensor: the reverse of :meth:`whole`, of one that is here in full."""
+
 
 class InDDP:
     """A model in DistributedDataParallel.
@@ -73,6 +80,7 @@ class InDDP:
         self.inner: nn.Module = model.module
         self.group: dist.ProcessGroup = model.process_group
         self._ddp = model
+        self.place = 0, 1
         self.find_unused, self.static = bool(model.find_unused_parameters), bool(model.static_graph)
         self.options = {"find_unused_parameters": str(self.find_unused), "static_graph": str(self.static)}
         self._relay = _relay_of(model)
@@ -108,6 +116,12 @@ class InDDP:
                 "DistributedDataParallel.join() answers for workers that have ended outside of a backward pass, where "
                 "nothing can be exchanged sparse: give all workers as many batches, or call close() before join()"
             )
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        return local
+
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        return whole
 
 
 def _relay_of(model: DistributedDataParallel) -> Relay:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -23,7 +25,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, M
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion import Attached, attach
+from lightning_safusion.fusion.state import local_state
 from lightning_safusion.integration import attached as attaching
+from lightning_safusion.integration.checkpoint.distributed import gathered
 from lightning_safusion.integration.exchange import Choice, Mode
 from tests.process_group import run_ranks
 
@@ -182,27 +186,72 @@ def test_replicas_are_equal_at_a_low_density() -> None:
     assert all(known for _, _, known in ends)
 
 
-def test_a_state_resumes_bit_for_bit() -> None:
-    """Those of the first replica have the residuals of their shards, for all that have the same shards."""
-
+def test_a_distributed_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     def run(rank: int) -> bool:
         loop = Loop(**SPARSE)
         for number in range(4):
             loop.step(rank, number)
         assert loop.handle is not None
-        states: list[Any] = [None] * 4
-        dist.all_gather_object(states, loop.handle.state_dict())
+        dcp.save({"safusion": loop.handle.distributed_state_dict()}, checkpoint_id=tmp_path)
         again = Loop(**SPARSE)
         again.model.load_state_dict(loop.model.state_dict())
         again.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
         assert again.handle is not None
-        again.handle.load_state_dict(states[rank % 2])
+        again.handle.load_distributed(tmp_path)
         for number in range(4, 8):
             loop.step(rank, number)
             again.step(rank, number)
         return same(loop.weights, again.weights)
 
     assert run_ranks(4, run) == [True] * 4
+
+
+def held(handle: Attached) -> Tensor:
+    """The mean of the residuals of all replicas, of all parameters in full."""
+    assert handle.engine is not None
+    memory = gathered(local_state(handle.engine)["memory"], handle._model)["residual"]
+    mean = torch.cat([memory[name].flatten() for name in sorted(memory)])
+    dist.all_reduce(mean, group=handle._model.group)
+    return mean / dist.get_world_size(handle._model.group)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_residuals_go_to_other_meshes(distributed: bool, tmp_path: Path) -> None:
+    """From two replicas of two shards to one of four, to two of one, to DDP: their mean stays what it was."""
+
+    def save(rank: int, handle: Attached, path: Path) -> None:
+        if distributed:
+            dcp.save({"safusion": handle.distributed_state_dict()}, checkpoint_id=path)
+        elif (state := handle.state_dict()) and rank == 0:
+            torch.save(state, path)
+        dist.barrier()
+
+    def begin(rank: int) -> Tensor:
+        loop = Loop(**SPARSE)
+        for number in range(4):
+            loop.step(rank, number)
+        assert loop.handle is not None
+        save(rank, loop.handle, tmp_path / "0")
+        return held(loop.handle)
+
+    def go_on(rank: int, shape: tuple[int, ...], number: int) -> Tensor:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[: len(shape)])
+        model = sharded(mesh["shard"]) if len(shape) > 1 else DistributedDataParallel(Blocks())
+        replicas = {"replicate_mesh": mesh["replicate"]} if len(shape) > 1 else {}
+        handle = attach(model, torch.optim.AdamW(model.parameters()), **replicas, **SPARSE)
+        path = tmp_path / f"{number}"
+        if distributed:
+            handle.load_distributed(path)
+        else:
+            handle.load_state_dict(torch.load(path, weights_only=True))
+        save(rank, handle, tmp_path / f"{number + 1}")
+        return held(handle)
+
+    first = run_ranks(4, begin)[0]
+    assert first.abs().sum() > 0
+    for number, shape in enumerate([(1, 4), (2, 1), (2,)]):
+        for mean in run_ranks(4 if number == 0 else 2, go_on, shape, number):
+            torch.testing.assert_close(mean, first, rtol=1e-6, atol=1e-9)
 
 
 def test_frozen_parameters_and_those_of_no_optimizer() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_safusion.fusion.engine import Engine
@@ -39,7 +40,12 @@ class _Verdict:
     not_finite: dict[str, int] = field(default_factory=dict)  # tensor: rank that saved it
 
 
-def restore(engine: Engine, settings: Mapping[str, str], entry: Mapping[str, Any], path: _PATH) -> list[str]:
+Read = Callable[[int], dict[str, Any]]
+
+
+def restore(
+    engine: Engine, settings: Mapping[str, str], entry: Mapping[str, Any], path: _PATH, read: Read | None = None
+) -> list[str]:
     """Restores what :func:`save` saved. Collective; every rank decides the same.
 
     On as many workers as saved it, each takes its own part. On another number each takes the mean of all parts, so
@@ -50,6 +56,7 @@ def restore(engine: Engine, settings: Mapping[str, str], entry: Mapping[str, Any
         settings: The job's settings as text, equal on all ranks.
         entry: Of the main checkpoint.
         path: Of the main checkpoint.
+        read: Returns the part of a rank; by default the file beside ``path``, or what lies in the entry.
 
     Returns:
         What could not be restored and why, the same on all ranks; empty if everything was.
@@ -60,7 +67,7 @@ def restore(engine: Engine, settings: Mapping[str, str], entry: Mapping[str, Any
     transport = engine.transport
     engine.reset()
     builder = MemoryBuilder(engine)
-    own, verdict = _examine(engine, builder, entry, path)
+    own, verdict = _examine(engine, builder, entry, read or partial(parts.read, path, entry=entry))
     verdicts: list[_Verdict] = transport.gather_objects(verdict)
     _refuse(path, [each.entry_problem for each in verdicts])
     unknown = [each.format for each in verdicts if each.format not in KNOWN_FORMATS]
@@ -85,7 +92,7 @@ def restore(engine: Engine, settings: Mapping[str, str], entry: Mapping[str, Any
 
 
 def _examine(
-    engine: Engine, builder: MemoryBuilder, entry: Mapping[str, Any], path: _PATH
+    engine: Engine, builder: MemoryBuilder, entry: Mapping[str, Any], read: Read
 ) -> tuple[dict[str, Any] | None, _Verdict]:
     """Reads and checks; changes nothing, and raises nothing, so that all ranks exchange verdicts.
 
@@ -102,7 +109,7 @@ def _examine(
         same = saved_by == world_size
         # on another number of workers the ranks share the reading
         for place in [rank] if same else range(rank, saved_by, world_size):
-            part = parts.read(path, place, entry)
+            part = read(place)
             own = part if same else None
             verdict.fields |= part["memory"].keys()
             verdict.mismatches += builder.mismatches(part["memory"])

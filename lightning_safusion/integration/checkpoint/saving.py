@@ -27,7 +27,18 @@ _SHOWN = 8
 _T = TypeVar("_T")
 
 
-def save(engine: Engine, settings: Mapping[str, str], path: _PATH, inside: bool = False) -> dict[str, Any]:
+def header(nonce: str, world_size: int) -> dict[str, Any]:
+    """What an entry and its parts have in common."""
+    return {"format": parts.FORMAT, "package": __version__, "nonce": nonce, "world_size": world_size}
+
+
+def save(
+    engine: Engine,
+    settings: Mapping[str, str],
+    path: _PATH,
+    inside: bool = False,
+    memory: Mapping[str, Mapping[str, Tensor]] | None = None,
+) -> dict[str, Any]:
     """Writes this rank's part. Collective; all parts have been written when it returns on any rank.
 
     Parts of an earlier checkpoint at ``path`` stay: :func:`parts.sweep` removes them once the new main checkpoint is in
@@ -38,6 +49,7 @@ def save(engine: Engine, settings: Mapping[str, str], path: _PATH, inside: bool 
         settings: The job's settings as text, equal on all ranks.
         path: Of the main checkpoint; that of rank 0 counts.
         inside: Put the parts into the entry of rank 0, in place of files beside ``path``.
+        memory: Residuals in place of those of the engine, which are pieces.
 
     Returns:
         The entry for the main checkpoint: plain values, the same on all ranks but for parts that lie inside it.
@@ -49,8 +61,8 @@ def save(engine: Engine, settings: Mapping[str, str], path: _PATH, inside: bool 
     folder = "" if inside else parts.side_folder(path)
     proposals = transport.gather_objects((uuid.uuid4().hex, folder, space.memory.holds))
     nonce, folder, _ = proposals[0]
-    header = {"format": parts.FORMAT, "package": __version__, "nonce": nonce, "world_size": transport.world_size}
-    entry = header | {
+    common = header(nonce, transport.world_size)
+    entry = common | {
         "holds_back": any(holding for _, _, holding in proposals),
         "settings": dict(settings),
         "engine": common_state(engine),
@@ -58,7 +70,7 @@ def save(engine: Engine, settings: Mapping[str, str], path: _PATH, inside: bool 
     payload = io.BytesIO()
 
     def write() -> tuple[str, int]:
-        part = header | {"rank": transport.rank} | local_state(engine)
+        part = common | {"rank": transport.rank} | local_state(engine) | ({} if memory is None else {"memory": memory})
         digest = parts.dump(part, payload) if inside else parts.write(part, folder, transport.rank, nonce)
         return digest, len(payload.getbuffer())
 
