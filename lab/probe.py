@@ -13,8 +13,8 @@ from typing_extensions import override
 from lightning_safusion.callbacks.base import StepSampler
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.record import WindowRecord
+from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.metrics.figures import TensorSums, window_figures
-from lightning_safusion.strategy import SAFusionStrategy
 
 
 class ConvergenceFigures(TensorSums):
@@ -171,7 +171,7 @@ class ConvergenceProbe(StepSampler[ConvergenceFigures]):
             self._before = by_index(engine.space.accumulated(), engine.space.layout)
 
     @override
-    def _measure(self, strategy: SAFusionStrategy) -> ConvergenceFigures | None:
+    def _measure(self, strategy: EngineReadings) -> ConvergenceFigures | None:
         before, self._before = self._before, None
         if strategy.record is None or before is None:
             return None

@@ -58,10 +58,12 @@ else:
         TraceRecorder,
     )
     from lightning_safusion.integration.fabric import SAFusionFabricStrategy
+    from lightning_safusion.integration.model_parallel import SAFusionModelParallelStrategy
     from lightning_safusion.strategy import SAFusionStrategy
 
     # Lightning has no entry points for strategies: the names exist once this package is imported.
     SAFusionStrategy.register_strategies(StrategyRegistry)
+    SAFusionModelParallelStrategy.register_strategies(StrategyRegistry)
     SAFusionFabricStrategy.register_strategies(STRATEGY_REGISTRY)
 
 __all__ = [
@@ -99,6 +101,7 @@ __all__ = [
     "ReplicaConsistencyCheck",
     "ResidualMemory",
     "SAFusionFabricStrategy",
+    "SAFusionModelParallelStrategy",
     "SAFusionStrategy",
     "SIDCo",
     "Single",

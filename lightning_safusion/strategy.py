@@ -35,14 +35,9 @@ from lightning_safusion.comm.transport.torch_backend import (
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Clock, Observer
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
-from lightning_safusion.fusion.plans.costs import GroupCosts
-from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.quota import QuotaRule, Scope
-from lightning_safusion.fusion.record import WindowRecord
-from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.fusion.settings import Integrity
-from lightning_safusion.fusion.slowest import SlowestWorker
 from lightning_safusion.fusion.state import common_state, restore_common
 from lightning_safusion.integration.checkpoint.checkpoints import Checkpoints
 from lightning_safusion.integration.fit import Fit
@@ -52,6 +47,7 @@ from lightning_safusion.integration.inputs import UnevenInputs, Weighting, check
 from lightning_safusion.integration.meeting import all_present
 from lightning_safusion.integration.options import refuse_accelerator, refuse_options
 from lightning_safusion.integration.parameters import trained
+from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.lookup import check_name
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
@@ -61,7 +57,7 @@ from lightning_safusion.systems.rows import DEFAULT
 from lightning_safusion.systems.settings import job_parts
 
 
-class SAFusionStrategy(DDPStrategy):
+class SAFusionStrategy(EngineReadings, DDPStrategy):
     """Distributed data parallel training that sends sparsified gradients.
 
     Every gradient tensor is sparsified *before* it is fused into a communication buffer, so that no tensor is missing
@@ -479,15 +475,6 @@ class SAFusionStrategy(DDPStrategy):
         """The dense gradients of a module as this strategy exchanges them, in registration order."""
         return specs_from_parameters(trained(module, self.optimizers), *self.dense_rules)
 
-    def add_observer(self, observer: Observer) -> None:
-        """Calls an observer after every window of this rank, in all fits from now on."""
-        self._observers.append(observer)
-
-    def remove_observer(self, observer: Observer) -> None:
-        """Ends :meth:`add_observer`; does nothing for other objects."""
-        if observer in self._observers:
-            self._observers.remove(observer)
-
     @property
     def engine(self) -> Engine | None:
         """The engine of this fit on this rank; None with plain DDP.
@@ -512,52 +499,13 @@ class SAFusionStrategy(DDPStrategy):
         return self._fit.inputs.idle and module is not None and module.trainer.training
 
     @property
-    def record(self) -> WindowRecord | None:
-        """What the latest window of this rank did; None with plain DDP and before the first."""
-        return None if self.engine is None else self.engine.record
-
-    @property
     def clock(self) -> Clock:
         """A clock of this rank's device; its seconds are those of observed events."""
         return self._fit.clock
 
     @property
-    def plan(self) -> Plan | None:
-        """Which tensors share a buffer; None with plain DDP, and while the order of the gradients is not known."""
-        return self.engine.planner.current if self.engine is not None else None
-
-    @property
-    def costs(self) -> GroupCosts | None:
-        """What plans are made from, the same on all ranks; None with plain DDP."""
-        engine = self.engine
-        return engine.planner.costs(engine.space.shape) if engine is not None else None
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """The planner's latest decisions on buffer sizes, oldest first, the same on all ranks."""
-        engine = self.engine
-        return self._history.decisions + (() if engine is None else tuple(engine.planner.decisions))
-
-    @property
-    def slowest(self) -> SlowestWorker | None:
-        """Times of all workers by the planner's latest review, and who is slow; None with plain DDP."""
-        return None if self.engine is None else self.engine.planner.slowest
-
-    def figures(self) -> dict[str, Any]:
-        """Figures of the latest step on this rank, under the keys of :meth:`WindowRecord.as_dict`.
-
-        Also ``system``, ``windows`` (exchanged so far), ``replans``, ``plain_ddp``: why plain DDP is used, None if it
-        is not; ``step_s`` and ``ddp_step_s``: seconds of a step (median of the latest), and under DDP by prediction,
-        both None before the first review of the plan; ``slow_rank``, ``waiting_s``, ``slow_since``: the worker that is
-        slow, the seconds of every step that the others wait for it, and since which step, the same on all ranks, all
-        None if there is no such worker; ``last_engine_step``: number of the latest step that this package exchanged,
-        None if there is none. Before the first step, and with plain DDP, the figures of a step are None and
-        the lists empty. Where training runs in other processes (spawn, fork), ask there: in a callback.
-        """
-        if self._history.ended is not None:
-            return self._history.ended
-        of_job = {"system": self.system, "plain_ddp": self._fit.choice.plain_ddp}
-        return of_job | self._history.figures(self.engine)
+    def _plain_ddp(self) -> str | None:
+        return self._fit.choice.plain_ddp
 
     @deprecated("SAFusionStrategy.report() is SAFusionStrategy.figures() now.")
     def report(self) -> dict[str, Any]:

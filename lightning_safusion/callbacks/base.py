@@ -23,8 +23,8 @@ from rich.console import Console, RenderableType
 from torch import nn
 from typing_extensions import override
 
+from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.metrics.figures import TensorSums
-from lightning_safusion.strategy import SAFusionStrategy
 
 _F = TypeVar("_F", bound=TensorSums)
 
@@ -32,9 +32,10 @@ _BEGUN: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()  # by wrapped 
 
 
 class StrategyCallback(Callback):
-    """Reads or configures :class:`SAFusionStrategy`; refuses other strategies."""
+    """Reads or configures a strategy of this package; refuses other strategies."""
 
     _purpose: ClassVar[str]  # the verb of the error message for another strategy
+    _serves: ClassVar[type[Any]] = EngineReadings
     _said = False  # the reason why there is nothing to show was logged in this fit
 
     @override
@@ -43,12 +44,12 @@ class StrategyCallback(Callback):
             self._said = False
             self._begin(self._strategy(trainer), trainer, pl_module)
 
-    def _begin(self, strategy: SAFusionStrategy, trainer: Trainer, module: LightningModule) -> None:
+    def _begin(self, strategy: EngineReadings, trainer: Trainer, module: LightningModule) -> None:
         """Resets the state of an earlier fit."""
 
-    def _strategy(self, trainer: Trainer) -> SAFusionStrategy:
+    def _strategy(self, trainer: Trainer) -> EngineReadings:
         """The trainer's strategy; raises if it is another one."""
-        if isinstance(trainer.strategy, SAFusionStrategy):
+        if isinstance(trainer.strategy, self._serves):
             return trainer.strategy
         raise MisconfigurationException(
             f"{type(self).__name__} {self._purpose} SAFusionStrategy, got {type(trainer.strategy).__name__}: pass "
@@ -95,7 +96,7 @@ class StepSampler(StrategyCallback, Generic[_F]):
         self._window: int | None = None  # number of the latest window that was measured
 
     @abstractmethod
-    def _measure(self, strategy: SAFusionStrategy) -> _F | None:
+    def _measure(self, strategy: EngineReadings) -> _F | None:
         """Figures of the window that has just ended, on all ranks; None if there are none."""
 
     @abstractmethod
@@ -134,7 +135,7 @@ class StepSampler(StrategyCallback, Generic[_F]):
         strategy = self._strategy(trainer)
         self._stride = max(self._stride, trainer.global_step - self._started)
         if self._figures is not None:
-            figures = self._figures.reduced(partial(strategy.reduce, reduce_op="sum"))
+            figures = self._figures.reduced(partial(trainer.strategy.reduce, reduce_op="sum"))
             self._plan(trainer)
             self._log(trainer, self._values(figures, trainer.fit_loop.epoch_loop._batches_that_stepped))
         elif self._sampling and not self._said and _latest_window(strategy) is None:
@@ -143,7 +144,7 @@ class StepSampler(StrategyCallback, Generic[_F]):
                 self._say(f"samples nothing from here on: plain DDP sends every tensor dense ({reason})")
 
 
-def _latest_window(strategy: SAFusionStrategy) -> int | None:
+def _latest_window(strategy: EngineReadings) -> int | None:
     """Number of the latest window, the same on all ranks; None with plain DDP and before the first."""
     return None if strategy.record is None else strategy.record.step
 

@@ -13,10 +13,10 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_safusion.callbacks.base import StepSampler, print_table, run_directory, run_id, writing
+from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.literal import literal, plural
 from lightning_safusion.metrics.figures import TensorFigures, tensor_figures
 from lightning_safusion.metrics.history import MissingRateStatistics
-from lightning_safusion.strategy import SAFusionStrategy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,7 +92,7 @@ class TensorMissingRateMonitor(StepSampler[TensorFigures]):
         self._run = 0.0  # when this fit began
 
     @override
-    def _begin(self, strategy: SAFusionStrategy, trainer: Trainer, module: LightningModule) -> None:
+    def _begin(self, strategy: EngineReadings, trainer: Trainer, module: LightningModule) -> None:
         self.statistics = MissingRateStatistics([name for name, _ in module.named_parameters()], self.columns)
 
     @override
@@ -102,7 +102,7 @@ class TensorMissingRateMonitor(StepSampler[TensorFigures]):
         self._run = run_id(trainer)
 
     @override
-    def _measure(self, strategy: SAFusionStrategy) -> TensorFigures | None:
+    def _measure(self, strategy: EngineReadings) -> TensorFigures | None:
         return tensor_figures(strategy)
 
     @override

@@ -23,13 +23,13 @@ from typing_extensions import override
 
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.callbacks.base import StrategyCallback, check_every, print_table, run_directory, run_id, writing
+from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.literal import plural
 from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means, build_table
 from lightning_safusion.profiling.overlap_file import FILE, Overlap
 from lightning_safusion.profiling.pictures import plot_step
 from lightning_safusion.profiling.timeline import Moment, StepRecorder, StepTimeline
 from lightning_safusion.profiling.timeline_file import clock_offsets, gather, meet, timeline_events, write_timeline
-from lightning_safusion.strategy import SAFusionStrategy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,7 +119,7 @@ class OverlapProfiler(StrategyCallback):
         self._recorder.clear()
 
     @override
-    def _begin(self, strategy: SAFusionStrategy, trainer: Trainer, module: LightningModule) -> None:
+    def _begin(self, strategy: EngineReadings, trainer: Trainer, module: LightningModule) -> None:
         self._reset()
 
     @override
@@ -141,7 +141,7 @@ class OverlapProfiler(StrategyCallback):
             first or number % self.every_n_steps >= self.every_n_steps - self.record_steps
         )
 
-    def _follow(self, strategy: SAFusionStrategy) -> None:
+    def _follow(self, strategy: EngineReadings) -> None:
         """Observes the next step, if that is recorded."""
         engine = strategy.engine
         if engine is not None and engine.dense:
@@ -191,7 +191,7 @@ class OverlapProfiler(StrategyCallback):
         if reported or batch_idx == 0:  # Lightning drops the value at the end of an epoch
             self._show_exposed(trainer, pl_module)
 
-    def _step_ended(self, trainer: Trainer, strategy: SAFusionStrategy) -> bool:
+    def _step_ended(self, trainer: Trainer, strategy: EngineReadings) -> bool:
         """Counts a step; returns whether a report was due."""
         if self._recording:
             self._recorder.end_step(self._first + self._count)
@@ -204,7 +204,7 @@ class OverlapProfiler(StrategyCallback):
         self._recorder.pause()
         return True
 
-    def _known(self, strategy: SAFusionStrategy) -> int:
+    def _known(self, strategy: EngineReadings) -> int:
         """Steps whose windows were observed: with a device's clock that is while the next window begins."""
         return max(0, self._count - (0 if strategy.clock.instant else 1))
 
@@ -220,11 +220,11 @@ class OverlapProfiler(StrategyCallback):
         # steps before plain DDP took over have other figures than those after it
         engine = [bool(step.windows) for step in self.steps]
         latest = [row for row, exchanged in zip(rows, engine, strict=True) if exchanged == engine[-1]]
-        mine = torch.tensor(astuple(StepFigures.mean(latest)), dtype=torch.float64, device=strategy.root_device)
+        mine = torch.tensor(astuple(StepFigures.mean(latest)), dtype=torch.float64, device=trainer.strategy.root_device)
         everyone = gather(mine).cpu()
         self.figures = RankFigures(tuple(StepFigures(*row) for row in everyone.tolist()))
         if self._clocks[0].any():  # clocks of several hosts drift apart
-            self._clocks = clock_offsets(meet(strategy.root_device))
+            self._clocks = clock_offsets(meet(trainer.strategy.root_device))
         latest_step = strategy.figures()
         reason = latest_step["plain_ddp"]
         if reason is not None and not any(engine[-1:]):
@@ -283,7 +283,7 @@ class OverlapProfiler(StrategyCallback):
             run=self._run,
             system=strategy.system,
             world_size=trainer.world_size,
-            device=strategy.root_device.type,
+            device=trainer.strategy.root_device.type,
             plain_ddp=report["plain_ddp"],
             density=report["density"] if report["plan"] else None,
             settings=strategy.settings.describe(),
@@ -304,7 +304,7 @@ class OverlapProfiler(StrategyCallback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if isinstance(trainer.strategy, SAFusionStrategy):
+        if isinstance(trainer.strategy, self._serves):
             trainer.strategy.remove_observer(self._recorder)
         for handle in self._handles:
             handle.remove()

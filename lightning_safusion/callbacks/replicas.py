@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_safusion.callbacks.base import StrategyCallback, check_every
 from lightning_safusion.integration.parameters import managed
 from lightning_safusion.lookup import check_name
+from lightning_safusion.strategy import SAFusionStrategy
 
 # Words of at most 32 bits: in sums modulo 2^64, two flipped sign bits of 64-bit words would cancel.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -67,6 +68,7 @@ class ReplicaConsistencyCheck(StrategyCallback):
     """
 
     _purpose = "compares the replicas of"
+    _serves = SAFusionStrategy
 
     def __init__(
         self,

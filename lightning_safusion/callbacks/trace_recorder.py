@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_safusion.callbacks.base import StrategyCallback, writing
 from lightning_safusion.fusion.events import Clock, Mark, WindowEvents
 from lightning_safusion.fusion.layout import Layout
+from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.literal import plural
 from lightning_safusion.profiling.trace import Trace, TraceTensor
 from lightning_safusion.strategy import SAFusionStrategy
@@ -53,6 +54,7 @@ class TraceRecorder(StrategyCallback):
     """
 
     _purpose = "records"
+    _serves = SAFusionStrategy
 
     def __init__(self, path: str | Path | None, record_steps: int = 20, skip_steps: int = 10) -> None:
         if record_steps < 1 or skip_steps < 0:
@@ -70,7 +72,7 @@ class TraceRecorder(StrategyCallback):
         self._marked: list[_Marks] = []
 
     @override
-    def _begin(self, strategy: SAFusionStrategy, trainer: Trainer, module: LightningModule) -> None:
+    def _begin(self, strategy: EngineReadings, trainer: Trainer, module: LightningModule) -> None:
         if trainer.accumulate_grad_batches != 1:
             raise MisconfigurationException(
                 "TraceRecorder records steps of one batch, got "
@@ -91,7 +93,7 @@ class TraceRecorder(StrategyCallback):
                 if any(param.requires_grad for param in module.parameters(recurse=False)):
                     self._handles.append(module.register_forward_pre_hook(partial(self._enter, strategy, name)))
 
-    def _enter(self, strategy: SAFusionStrategy, name: str, module: nn.Module, inputs: Any) -> None:
+    def _enter(self, strategy: EngineReadings, name: str, module: nn.Module, inputs: Any) -> None:
         if self._step is not None and self._step.before_backward is None:
             self._step.layers.append((name, strategy.clock.mark()))
 
@@ -148,7 +150,9 @@ class TraceRecorder(StrategyCallback):
             )
             return
         module = trainer.lightning_module
-        device = torch.cuda.get_device_name() if strategy.root_device.type == "cuda" else platform.machine() or "cpu"
+        device = (
+            torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else platform.machine() or "cpu"
+        )
         source = (
             f"recorded: medians of {len(steps)} steps of rank 0 on {device} with torch {torch.__version__}, "
             f"{trainer.world_size} workers, system {strategy.system}"
@@ -161,7 +165,7 @@ class TraceRecorder(StrategyCallback):
             self.trace.save(self.path)
             rank_zero_info(f"TraceRecorder: {plural(len(steps), 'step')} written to {self.path}.{unseen}")
 
-    def _release(self, strategy: SAFusionStrategy) -> None:
+    def _release(self, strategy: EngineReadings) -> None:
         strategy.remove_observer(self)
         for handle in self._handles:
             handle.remove()

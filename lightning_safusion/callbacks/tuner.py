@@ -17,6 +17,7 @@ from lightning_safusion.fusion.plans.adaptive import Tuned
 from lightning_safusion.fusion.plans.cadence import Cadence, CadenceOptions
 from lightning_safusion.fusion.plans.pricing import Bounds
 from lightning_safusion.fusion.replan import Decision
+from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.literal import plural
 from lightning_safusion.strategy import SAFusionStrategy
 
@@ -61,6 +62,7 @@ class BufferSizeTuner(StrategyCallback):
     """
 
     _purpose = "sizes the buffers of"
+    _serves = SAFusionStrategy
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class BufferSizeTuner(StrategyCallback):
         self.decisions: list[Decision] = []
 
     @override
-    def _begin(self, strategy: SAFusionStrategy, trainer: Trainer, module: LightningModule) -> None:
+    def _begin(self, strategy: EngineReadings, trainer: Trainer, module: LightningModule) -> None:
         policy = strategy.settings.fusion
         policy = policy.policy if isinstance(policy, Tuned) else policy  # of an earlier fit
         try:
@@ -116,7 +118,7 @@ class BufferSizeTuner(StrategyCallback):
         if not self._said and self.decisions and strategy.plan is None:
             self._say_idle(strategy)  # plain DDP has taken over
 
-    def _say_idle(self, strategy: SAFusionStrategy) -> None:
+    def _say_idle(self, strategy: EngineReadings) -> None:
         aside = strategy.figures()["plain_ddp"]
         if aside is not None:
             self._say(f"tunes nothing: plain DDP is used, because {aside}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_safusion.comm.transport.interface import during
@@ -118,12 +118,12 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     return found
 
 
-def shard_groups(model: FSDPModule) -> list[ShardGroup]:
+def shard_groups(model: nn.Module) -> list[ShardGroup]:
     """All groups of a model, also those whose parameters are frozen now: they may not be so always."""
-    modules = [each for each in model.modules() if isinstance(each, FSDPModule)]  # type: ignore[attr-defined]
+    modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
     for module in modules:
         module.reshard()  # with set_reshard_after_backward(False) whole parameters are in the place of shards
-    names = {id(param): name for name, param in model.named_parameters()}  # type: ignore[attr-defined]  # it is a module
+    names = {id(param): name for name, param in model.named_parameters()}
     return [ShardGroup(module, names) for module in modules if _param_groups(module)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -12,13 +12,38 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from lightning_safusion.announce import MisconfigurationException
+from lightning_safusion.fusion.plans.policy import FusionPolicy
+from lightning_safusion.fusion.quota import QuotaRule, Scope
+from lightning_safusion.fusion.settings import Integrity
 from lightning_safusion.integration.attached import Attached
 from lightning_safusion.integration.wrapped import InDDP, Wrapped
+from lightning_safusion.sparsify.base import Sparsifier
+from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import DensitySchedule
+from lightning_safusion.sparsify.selection.units import SelectBy
 from lightning_safusion.systems import DEFAULT
 from lightning_safusion.systems.settings import JobParts, job_parts
+
+
+class Parts(TypedDict, total=False):
+    """What can be put in the place of a system's own parts; see :class:`~lightning_safusion.SAFusionStrategy`."""
+
+    compressor: str | Sparsifier | None
+    fusion: str | FusionPolicy | None
+    scope: Scope | None
+    quota: QuotaRule | None
+    dense: list[str] | None
+    dense_below: int | None
+    dense_below_ndim: int | None
+    memory: str | Memory | None
+    collective: str | None
+    wire: str | None
+    offload: bool | None
+    select_by: SelectBy | None
+    integrity: Integrity | None
 
 
 def attach(
@@ -29,7 +54,7 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
     replicate_mesh: DeviceMesh | None = None,
-    **parts: Any,
+    **parts: Unpack[Parts],
 ) -> Attached:
     """Has the gradients of a wrapped model exchanged sparse, from the next backward pass on. Collective.
 
@@ -80,11 +105,7 @@ def attach(
     return attached
 
 
-#: What :func:`attach` takes of the arguments of the strategy.
-PARTS = (
-    "compressor", "fusion", "scope", "quota", "dense", "dense_below", "dense_below_ndim", "memory", "collective",
-    "wire", "offload", "select_by", "integrity",
-)  # fmt: skip
+PARTS = tuple(Parts.__annotations__)
 
 
 def checked_parts(system: str, density: float | DensitySchedule | None, parts: Mapping[str, Any]) -> JobParts:

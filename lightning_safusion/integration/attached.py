@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
-from os import PathLike
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import StorageReader
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -24,24 +21,16 @@ from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.events import Observer
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.fusion.state import carried, local_state, restore_carried
-from lightning_safusion.integration.checkpoint import parts, restore, save
-from lightning_safusion.integration.checkpoint.distributed import (
-    OTHER_SHARDS,
-    DistributedCheckpoint,
-    distributed_state,
-    gathered,
-    scattered,
-)
+from lightning_safusion.fusion.state import carried, restore_carried
+from lightning_safusion.integration.attached_state import AttachedState
 from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
 from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.integration.optimizer import suited
 from lightning_safusion.integration.parameters import describe_untrained, optimizer_options, untrained
 from lightning_safusion.integration.wrapped import Wrapped
-
-_WHERE = "the state of lightning_safusion"
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
@@ -76,7 +65,7 @@ class _BeforeForward:
         return _BeforeForward, ()
 
 
-class Attached:
+class Attached(AttachedState):
     """The engine below one wrapped model; made by :func:`attach`.
 
     Args:
@@ -85,6 +74,10 @@ class Attached:
         dense_rules: Which tensors are dense.
         scaler: Of the loss.
         timeout: Of communicators.
+        observers: Get the events of every window.
+
+    Attributes:
+        history: What was exchanged so far.
     """
 
     def __init__(
@@ -94,17 +87,17 @@ class Attached:
         dense_rules: tuple[list[str], int, int],
         scaler: torch.amp.GradScaler | None,
         timeout: timedelta | None,
+        observers: list[Observer] | None = None,
     ) -> None:
         self.epoch = 0  #: for densities that change by the epoch
-        self._model, self._settings, self._dense_rules = model, settings, dense_rules
+        super().__init__(model, settings)
+        self._dense_rules = dense_rules
         self._scaler, self._timeout = scaler, timeout
         self._transport: Transport | None = None
         self._exchange, self._choice = GradientExchange(), Choice(Mode.PLAIN, "no optimizer has stepped yet")
-        self._history = FitHistory()
+        self._observers = [] if observers is None else observers
+        self.history = FitHistory()
         self._costs_followed = 0  # number of windows at the last look at the costs
-        self._resume: Callable[[], None] = partial(self.load_state_dict, {})  # of a state that came before optimizers
-        self._bound = self._holds_back = False  # a state has residuals
-        self._optimizers: Sequence[Optimizer] = ()
         self._found: list[Optimizer] = []  # that have stepped before they were known
         self._seen: WeakSet[Optimizer] = WeakSet()  # that are bound, or have stepped
         self._handles: list[RemovableHandle] = [
@@ -144,11 +137,8 @@ class Attached:
         except BaseException:
             self._leave()
             raise
-        self._bound, self._optimizers = True, plain
         if self.engine is not None and state is not None:
             restore_carried(self.engine, state)
-        resume, self._resume = self._resume, partial(self.load_state_dict, {})
-        resume()
         for line in self._exchange.cautions(plain):
             rank_zero_warn(f"SAFusion: {line}.")
         for optimizer in plain:
@@ -157,6 +147,7 @@ class Attached:
             self._watches.append(optimizer.register_load_state_dict_pre_hook(_weakly(self._settle)))
             inner = getattr(optimizer, "optim", None)  # as of ZeroRedundancyOptimizer
             self._seen.update(each for each in (optimizer, inner) if isinstance(each, Optimizer))
+        self._bound_to(plain)
 
     def _choose(self, optimizers: Sequence[Optimizer], transport: Transport) -> None:
         model, settings = self._model, self._settings
@@ -179,7 +170,7 @@ class Attached:
             {"find_unused_parameters": model.find_unused, "static_graph": model.static},
             automatic=len(optimizers) == 1,
             replaceable=True,
-            observers=[],
+            observers=self._observers,
             untrained=left,
             hosts=hosts,
             averages=True,
@@ -195,7 +186,7 @@ class Attached:
         self._model.leave()
         self._exchange.close()
         if self.engine is not None:
-            self._history.keep(self.engine)
+            self.history.keep(self.engine)
             self._settings.memory.bind([0], self.engine.space.device)
         self._exchange, self._choice = GradientExchange(), Choice(Mode.PLAIN, reason)
         if self._transport is not None:
@@ -212,7 +203,7 @@ class Attached:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if not any(id(param) in own for param in params):
             return
-        if not self._bound:
+        if self._optimizers is None:
             self._found.append(optimizer)
         elif self.engine is not None:
             rank_zero_warn(
@@ -233,7 +224,7 @@ class Attached:
         self._model.refuse_join()
         self._exchange.begin_batch()
         self._exchange.begin_backward(self.epoch)
-        if (line := self._history.begin_batch(engine)) is not None:
+        if (line := self.history.begin_batch(engine)) is not None:
             announce(line)
 
     def _steps_aside(self, engine: Engine) -> bool:
@@ -274,108 +265,23 @@ class Attached:
         """The engine on this worker; None where plain DDP exchanges."""
         return self._exchange.engine
 
+    @property
+    def plain_ddp(self) -> str | None:
+        """Why nothing is exchanged sparse; None if something is."""
+        return self._choice.plain_ddp
+
     def figures(self) -> dict[str, Any]:
         """Figures of the latest step on this worker; see :meth:`SAFusionStrategy.figures`."""
-        return {"plain_ddp": self._choice.plain_ddp} | self._history.figures(self.engine)
+        return {"plain_ddp": self.plain_ddp} | self.history.figures(self.engine)
 
     report = figures
 
-    def state_dict(self) -> dict[str, Any]:
-        """Residuals of all workers in full, counters, plan and costs. Collective: all workers call it.
-
-        Returns:
-            Plain values and tensors, for the checkpoint that one worker writes: on rank 0 with the residuals of all,
-            elsewhere without. Empty with plain DDP.
-
-        Raises:
-            OSError: On all workers, if one could not make its part.
-        """
-        if (engine := self.engine) is None:
-            return {}
-        settings, (number, shards) = self._settings.describe(), self._model.place
-        with during("the making of a state"):
-            if shards == 1:
-                return save(engine, settings, _WHERE, inside=True)
-            whole = gathered(local_state(engine)["memory"], self._model)
-            return {} if number else save(engine, settings | OTHER_SHARDS, _WHERE, inside=True, memory=whole)
-
-    def distributed_state_dict(self) -> dict[str, Any]:
-        """The same for ``torch.distributed.checkpoint.save``, where each worker writes its own. Collective.
-
-        Returns:
-            Of each worker its residuals, sharded as the parameters are, and bytes. Empty with plain DDP.
-
-        Example::
-
-            dcp.save({"model": model_state, "safusion": handle.distributed_state_dict()}, checkpoint_id=path)
-            ...
-            handle.load_distributed(path)
-        """
-        if self.engine is None:
-            return {}
-        with during("the making of a state"):
-            return distributed_state(self.engine, self._settings.describe(), self._model)
-
-    def load_distributed(self, checkpoint: str | PathLike[str] | StorageReader, key: str = "safusion") -> None:
-        """Restores what :meth:`distributed_state_dict` has returned, on any mesh of workers. Collective.
-
-        On the same mesh training goes on bit for bit. On as many replicas each keeps its residuals; on others each
-        takes the mean of all. What cannot be used is named in a warning, and begins empty on all workers.
-
-        Args:
-            checkpoint: Folder of ``torch.distributed.checkpoint.save``, or what reads it.
-            key: Under which the state was saved.
-
-        Raises:
-            ValueError: On all workers, if the state is damaged.
-        """
-        if not self._bound:
-            self._resume = partial(self.load_distributed, checkpoint, key)
-            return
-        with during("the restoring of a state"):
-            saved = DistributedCheckpoint(checkpoint, key, self._model)
-            if not saved.entry:
-                self._say([f"{checkpoint} has no residuals under {key!r}"])
-            elif (engine := self._engine_for(saved.entry)) is not None:
-                self._say(saved.restore(engine, self._settings.describe()))
-
-    def _engine_for(self, entry: Mapping[str, Any]) -> Engine | None:
-        """The engine, also where all is dense: what a residual holds leaves with the first gradients."""
-        if self.engine is None and self._bound and entry.get("holds_back"):
-            self._holds_back = True
-            self.bind(self._optimizers)
-        return self.engine
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` has returned on rank 0. Collective: all workers call it with the same.
-
-        On another number of workers each takes the mean of all residuals. What cannot be used is named in a warning,
-        and begins empty on all workers.
-
-        Raises:
-            ValueError: On all workers, if the state is damaged, or some of them have none.
-        """
-        if not self._bound:
-            self._resume = partial(self.load_state_dict, state)
-        if self._transport is None:
-            return
-        with during("the restoring of a state"):
-            given = self._transport.gather_objects(bool(state))
-            if not all(given):
-                if any(given):
-                    raise ValueError(
-                        f"rank {given.index(False)} has no state, rank {given.index(True)} has one: give all workers "
-                        "that of rank 0"
-                    )
-                return
-            if (engine := self._engine_for(state)) is None:
-                return
-            read = partial(parts.read, _WHERE, entry=state)
-            self._say(restore(engine, self._settings.describe(), state, _WHERE, scattered(read, self._model)))
-
-    def _say(self, notes: Sequence[str]) -> None:
-        if notes:
-            rank_zero_warn(f"SAFusion resumes with differences: {'; '.join(notes)}.")
+    def abandon(self) -> None:
+        """In the place of what is collective in :meth:`close`, where an error ends training: waits for nobody."""
+        self._exchange.abandon()
+        if self._transport is not None:
+            self._transport.abandon()
+            self._transport = None
 
     def close(self) -> None:
         """Gives the gradients back to DDP, and their momentum to the optimizers; residuals are lost. Collective."""

@@ -248,6 +248,12 @@ class MomentumSwitch:
         if self._gone:
             for group in self._optimizer.param_groups:
                 self._complete(group, group["params"])
+        # in the order of the first steps, which is that of the parts; workers with other shards gather it in one order
+        state = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if param in state:
+                    state[param] = state.pop(param)
 
     def close(self) -> None:
         """Leaves the optimizer as it was made."""

@@ -44,10 +44,10 @@ class InFSDP:
 
     find_unused = static = False
 
-    def __init__(self, model: FSDPModule, mesh: DeviceMesh, prefix: str = "") -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, prefix: str = "") -> None:
         if mesh.ndim != 1:
             raise ValueError(f"replicate_mesh has one dimension, mesh['replicate'], got {mesh.ndim}")
-        self.module: nn.Module = model  # type: ignore[assignment]  # fully_shard makes one of a module
+        self.module = model
         self.inner, self.group, self._prefix = self.module, mesh.get_group(), prefix
         groups = shard_groups(model)
         for each in groups:
@@ -75,7 +75,7 @@ class InFSDP:
 
     def _follow(self) -> None:
         """Looks which parameters are trained now."""
-        self._groups = shard_groups(self.module)  # type: ignore[arg-type]  # a FSDPModule
+        self._groups = shard_groups(self.module)
         for number, group in enumerate(self._groups):
             group.module.set_all_reduce_hook(partial(self._reduce, number))
 
@@ -181,6 +181,17 @@ class InFSDP:
             yield
         finally:
             self._syncs = before
+
+
+def sharded_roots(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """The outermost sharded modules, each with what the names of its parameters begin with."""
+    if isinstance(module, FSDPModule):
+        return [(prefix, module)]
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        # a compiled module has the names of the one in it
+        found += sharded_roots(child, prefix if name == "_orig_mod" else f"{prefix}{name}.")
+    return found
 
 
 _taken: WeakSet[nn.Module] = WeakSet()

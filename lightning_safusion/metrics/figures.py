@@ -17,7 +17,7 @@ from typing_extensions import Self, override
 
 if TYPE_CHECKING:
     from lightning_safusion.fusion.record import WindowRecord
-    from lightning_safusion.strategy import SAFusionStrategy
+    from lightning_safusion.integration.readings import EngineReadings
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class TensorFigures(TensorSums):
         return TensorFigures(self.names, sums)
 
 
-def tensor_figures(strategy: SAFusionStrategy, errors: bool = True) -> TensorFigures | None:
+def tensor_figures(strategy: EngineReadings, errors: bool = True) -> TensorFigures | None:
     """Figures of this rank's latest window; call it between two windows (in ``on_after_backward``, for example).
 
     Not counted (0 windows) are tensors without a gradient or without elements, tensors whose gradient was averaged

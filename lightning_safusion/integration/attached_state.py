@@ -1,0 +1,163 @@
+"""What is attached, as a part of checkpoints: in one file, or where every worker writes its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import StorageReader
+from torch.optim import Optimizer
+
+from lightning_safusion.announce import rank_zero_warn
+from lightning_safusion.comm.transport.interface import Transport, during
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.settings import EngineSettings
+from lightning_safusion.fusion.state import local_state
+from lightning_safusion.integration.checkpoint import parts, restore, save
+from lightning_safusion.integration.checkpoint.distributed import (
+    OTHER_SHARDS,
+    DistributedCheckpoint,
+    distributed_state,
+    gathered,
+    scattered,
+)
+from lightning_safusion.integration.wrapped import Wrapped
+
+_WHERE = "the state of lightning_safusion"
+
+
+class AttachedState(ABC):
+    """Saves and restores an engine below a wrapped model.
+
+    Args:
+        model: Whose gradients are exchanged.
+        settings: Of the engine.
+    """
+
+    _transport: Transport | None = None
+
+    def __init__(self, model: Wrapped, settings: EngineSettings) -> None:
+        self._model, self._settings = model, settings
+        self._resume: Callable[[], None] = partial(self.load_state_dict, {})  # of a state that came before optimizers
+        self._optimizers: Sequence[Optimizer] | None = None  # that are bound
+        self._holds_back = False  # a state had residuals
+
+    @property
+    @abstractmethod
+    def engine(self) -> Engine | None:
+        """The engine on this worker; None where plain DDP exchanges."""
+
+    @abstractmethod
+    def bind(self, optimizers: Sequence[Optimizer]) -> None:
+        """Begins with these optimizers."""
+
+    def _bound_to(self, optimizers: Sequence[Optimizer]) -> None:
+        """Restores what came before these optimizers were known."""
+        self._optimizers = optimizers
+        resume, self._resume = self._resume, partial(self.load_state_dict, {})
+        resume()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals of all workers in full, counters, plan and costs. Collective: all workers call it.
+
+        Returns:
+            Plain values and tensors, for the checkpoint that one worker writes: on rank 0 with the residuals of all,
+            elsewhere without. Empty with plain DDP.
+
+        Raises:
+            OSError: On all workers, if one could not make its part.
+        """
+        if (engine := self.engine) is None:
+            return {}
+        settings, (number, shards) = self._settings.describe(), self._model.place
+        with during("the making of a state"):
+            if shards == 1:
+                return save(engine, settings, _WHERE, inside=True)
+            whole = gathered(local_state(engine)["memory"], self._model)
+            return {} if number else save(engine, settings | OTHER_SHARDS, _WHERE, inside=True, memory=whole)
+
+    def distributed_state_dict(self) -> dict[str, Any]:
+        """The same for ``torch.distributed.checkpoint.save``, where each worker writes its own. Collective.
+
+        Returns:
+            Of each worker its residuals, sharded as the parameters are, and bytes. Empty with plain DDP.
+
+        Example::
+
+            dcp.save({"model": model_state, "safusion": handle.distributed_state_dict()}, checkpoint_id=path)
+            ...
+            handle.load_distributed(path)
+        """
+        if self.engine is None:
+            return {}
+        with during("the making of a state"):
+            return distributed_state(self.engine, self._settings.describe(), self._model)
+
+    def load_distributed(self, checkpoint: str | PathLike[str] | StorageReader, key: str = "safusion") -> None:
+        """Restores what :meth:`distributed_state_dict` has returned, on any mesh of workers. Collective.
+
+        On the same mesh training goes on bit for bit. On as many replicas each keeps its residuals; on others each
+        takes the mean of all. What cannot be used is named in a warning, and begins empty on all workers.
+
+        Args:
+            checkpoint: Folder of ``torch.distributed.checkpoint.save``, or what reads it.
+            key: Under which the state was saved.
+
+        Raises:
+            ValueError: On all workers, if the state is damaged.
+        """
+        if self._optimizers is None:
+            self._resume = partial(self.load_distributed, checkpoint, key)
+            return
+        with during("the restoring of a state"):
+            saved = DistributedCheckpoint(checkpoint, key, self._model)
+            if not saved.entry:
+                self._say([f"{checkpoint} has no residuals under {key!r}"])
+            elif (engine := self._engine_for(saved.entry)) is not None:
+                self._say(saved.restore(engine, self._settings.describe()))
+
+    def _engine_for(self, entry: Mapping[str, Any]) -> Engine | None:
+        """The engine, also where all is dense: what a residual holds leaves with the first gradients."""
+        if self.engine is None and self._optimizers is not None and entry.get("holds_back"):
+            self._holds_back = True
+            self.bind(self._optimizers)
+        return self.engine
+
+    def load_state_dict(self, state: Mapping[str, Any], path: str | Path = _WHERE) -> None:
+        """Restores what :meth:`state_dict` has returned on rank 0. Collective: all workers call it with the same.
+
+        On another number of workers each takes the mean of all residuals. What cannot be used is named in a warning,
+        and begins empty on all workers.
+
+        Args:
+            state: Also the entry ``"safusion"`` of a checkpoint of :class:`~lightning_safusion.SAFusionStrategy`.
+            path: Of the checkpoint, for such an entry, whose residuals lie beside it.
+
+        Raises:
+            ValueError: On all workers, if the state is damaged, or some of them have none.
+        """
+        if self._optimizers is None:
+            self._resume = partial(self.load_state_dict, state, path)
+        if self._transport is None:
+            return
+        with during("the restoring of a state"):
+            given = self._transport.gather_objects(bool(state))
+            if not all(given):
+                if any(given):
+                    raise ValueError(
+                        f"rank {given.index(False)} has no state, rank {given.index(True)} has one: give all workers "
+                        "that of rank 0"
+                    )
+                return
+            if (engine := self._engine_for(state)) is None:
+                return
+            read = scattered(partial(parts.read, path, entry=state), self._model)
+            self._say(restore(engine, self._settings.describe(), state, path, read))
+
+    def _say(self, notes: Sequence[str]) -> None:
+        if notes:
+            rank_zero_warn(f"SAFusion resumes with differences: {'; '.join(notes)}.")

@@ -1,0 +1,184 @@
+"""Residuals for ``torch.distributed.checkpoint``: every worker writes its own, and any mesh of workers reads them.
+
+A residual has the keys of its worker among the replicas and of its parameter, and lies on the workers as the parameter
+does: a sharded tensor of the parameter's shape. What is not a tensor is bytes, of one worker each.
+"""
+
+from __future__ import annotations
+
+import io
+import uuid
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, StorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.state import common_state, local_state
+from lightning_safusion.integration.checkpoint import parts
+from lightning_safusion.integration.checkpoint.restoring import Read, restore
+from lightning_safusion.integration.checkpoint.saving import header
+
+Residuals = Mapping[str, Mapping[str, Tensor]]  # by field and name of the parameter
+#: Has plans made anew.
+OTHER_SHARDS = {"collective": "between other shards"}
+
+
+class Shards(Protocol):
+    """How the tensors of one replica lie on its workers."""
+
+    place: tuple[int, int]
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """A local tensor as a part of the whole one."""
+
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        """The local part of a tensor that is here in full."""
+
+
+def distributed_state(engine: Engine, settings: Mapping[str, str], shards: Shards) -> dict[str, Any]:
+    """What this worker gives to ``torch.distributed.checkpoint.save``. Collective.
+
+    Args:
+        engine: Between two windows.
+        settings: The job's settings as text.
+        shards: Where the tensors of this replica are.
+    """
+    transport, (number, count) = engine.transport, shards.place
+    proposals = transport.gather_objects((uuid.uuid4().hex, engine.space.memory.holds))
+    common = header(proposals[0][0], transport.world_size)
+    state = local_state(engine)
+    memory: Residuals = state["memory"]
+    entry = common | {
+        "holds_back": any(holds for _, holds in proposals),
+        "settings": dict(settings),
+        "engine": common_state(engine),
+        "digests": [""] * transport.world_size,  # the library has its own way to notice what is missing
+    }
+    return {
+        f"entry.{number}of{count}": _packed(entry),
+        f"part.{number}of{count}.{transport.rank}": _packed(common | {"rank": transport.rank} | state | {"memory": {}}),
+    } | {
+        f"memory.{transport.rank}.{field}.{name}": shards.whole(name, local)
+        for field, tensors in memory.items()
+        for name, local in tensors.items()
+    }
+
+
+class DistributedCheckpoint:
+    """What :func:`distributed_state` returned, saved under a key by workers of any mesh; this worker reads alone.
+
+    Args:
+        checkpoint: Folder, or what reads it.
+        key: Of the state in the checkpoint; empty: it is all of it.
+        shards: Where the tensors of this replica are.
+
+    Attributes:
+        entry: Common to all replicas; empty if there is no such state.
+    """
+
+    def __init__(self, checkpoint: str | PathLike[str] | StorageReader, key: str, shards: Shards) -> None:
+        self._name, self._shards = f"{checkpoint}", shards
+        self._reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
+        self._prefix = f"{key}." if key else ""
+        metadata = self._reader.read_metadata().state_dict_metadata
+        self._found = {
+            name.removeprefix(self._prefix): each for name, each in metadata.items() if name.startswith(self._prefix)
+        }
+        self._place = "{}of{}".format(*shards.place)
+        entries = [name for name in self._found if name.startswith("entry.")]
+        self._same = f"entry.{self._place}" in entries
+        self.entry: dict[str, Any] = {}
+        if entries:
+            self.entry = self._unpacked(f"entry.{self._place}" if self._same else min(entries))
+        if self.entry and not self._same:
+            self.entry["settings"] = self.entry["settings"] | OTHER_SHARDS
+
+    def restore(self, engine: Engine, settings: Mapping[str, str]) -> list[str]:
+        """Restores all of it. Collective.
+
+        Args:
+            engine: Between two windows.
+            settings: The job's settings as text.
+
+        Returns:
+            What could not be restored and why; empty if everything was.
+
+        Raises:
+            ValueError: On all workers, if an entry is damaged.
+        """
+        own: Residuals = local_state(engine)["memory"]
+
+        def read(rank: int) -> dict[str, Any]:
+            part = self.entry | {"rank": rank, "compressor": {}, "unstepped": []}
+            if self._same:
+                part = parts.load(io.BytesIO(self._packed(f"part.{self._place}.{rank}")), None, self.entry, rank)
+            return part | {"memory": self._pieces(rank, own)}
+
+        return restore(engine, settings, self.entry, self._name, read)
+
+    def _load(self, state: dict[str, Any]) -> dict[str, Any]:
+        named = {self._prefix + key: value for key, value in state.items()}
+        dcp.load(named, storage_reader=self._reader, no_dist=True)
+        return {key.removeprefix(self._prefix): value for key, value in named.items()}
+
+    def _packed(self, key: str) -> bytes:
+        data: bytes = self._load({key: b""})[key]
+        return data
+
+    def _unpacked(self, key: str) -> dict[str, Any]:
+        entry: dict[str, Any] = torch.load(io.BytesIO(self._packed(key)), weights_only=True)
+        return entry
+
+    def _pieces(self, rank: int, own: Residuals) -> Residuals:
+        """What lies here as ``own`` residuals do of those of a worker; empty where a parameter has another shape."""
+        pieces: dict[str, dict[str, Tensor]] = {}
+        wanted: dict[str, Tensor] = {}
+        for key, found in self._found.items():
+            if not key.startswith(f"memory.{rank}."):
+                continue
+            field, name = key.split(".", 3)[2:]
+            pieces.setdefault(field, {})[name] = torch.empty(0)
+            if (local := own.get(field, {}).get(name)) is not None:
+                whole = self._shards.whole(name, torch.zeros_like(local, device="cpu"))
+                if isinstance(found, TensorStorageMetadata) and whole.shape == found.size:
+                    wanted[key] = whole
+        for key, tensor in self._load(wanted).items():
+            field, name = key.split(".", 3)[2:]
+            pieces[field][name] = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return pieces
+
+
+def gathered(memory: Residuals, shards: Shards) -> dict[str, dict[str, Tensor]]:
+    """The residuals of one replica in full, on all of its workers, which call it alike."""
+    full: dict[str, dict[str, Tensor]] = {field: {} for field in memory}
+    for field in sorted(memory):
+        for name in sorted(memory[field]):
+            tensor: Any = shards.whole(name, memory[field][name])
+            full[field][name] = tensor.full_tensor().cpu() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
+def scattered(read: Read, shards: Shards) -> Read:
+    """Reads parts with residuals in full, and takes this worker's pieces of them."""
+
+    def pieces(rank: int) -> dict[str, Any]:
+        part = read(rank)
+        memory = {
+            field: {name: shards.piece(name, each) for name, each in tensors.items()}
+            for field, tensors in part["memory"].items()
+        }
+        return part | {"memory": memory}
+
+    return pieces
+
+
+def _packed(values: Mapping[str, Any]) -> bytes:
+    payload = io.BytesIO()
+    torch.save(dict(values), payload)
+    return payload.getvalue()

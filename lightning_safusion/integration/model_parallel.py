@@ -1,0 +1,300 @@
+"""The exchange between replicas of a model that Lightning's ModelParallelStrategy has sharded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import Unpack, override
+
+from lightning_safusion.announce import MisconfigurationException
+from lightning_safusion.comm.transport.interface import during
+from lightning_safusion.comm.transport.rounds import apart
+from lightning_safusion.comm.transport.torch_backend import end_groups_at_exit, hurry_at_exit
+from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.events import Clock, Observer, clock_for
+from lightning_safusion.integration.attach import Parts, checked_parts
+from lightning_safusion.integration.attached import Attached
+from lightning_safusion.integration.checkpoint.parts import ENTRY
+from lightning_safusion.integration.history import FitHistory
+from lightning_safusion.integration.readings import EngineReadings
+from lightning_safusion.sparsify.schedule import DensitySchedule
+from lightning_safusion.systems import DEFAULT
+
+_DIMENSIONS = ("replicate", "shard", "tensor_parallel")
+
+
+class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy with replicas between which sparsified gradients are sent.
+
+    ``configure_model`` shards the model over ``self.device_mesh["shard"]`` with ``fully_shard``, and may split layers
+    over ``self.device_mesh["tensor_parallel"]`` before. Gradients are summed inside of a replica as FSDP2 does it, and
+    their largest elements are exchanged between replicas, which need only a slow link.
+
+    Args:
+        density: Share of the elements to send, in (0, 1], or a schedule; None: one that suits the optimizers.
+        system: A scheme by name; one that the engine serves.
+        replicate_size: Number of replicas; ``"auto"``: of machines.
+        shard_size: Workers that share one replica's parameters; ``"auto"``: all that are left.
+        tensor_parallel_size: Workers that share one layer's computation.
+        save_distributed_checkpoint: Write a folder, each worker its own shards and residuals, which any mesh can
+            resume; else one file with all of it, which SAFusionStrategy can resume as well.
+        process_group_backend: Of torch.distributed; None: the device's.
+        timeout: Of collectives.
+        parts: ``compressor`` and the other parts of :func:`~lightning_safusion.attach`.
+
+    Attributes:
+        attached: What is below each sharded model; the figures of the strategy are those of the first.
+
+    Raises:
+        MisconfigurationException: If sizes do not multiply to the number of workers, or a trained parameter is not
+            sharded.
+        TypeError: If there is no such part.
+        ValueError: If a name or number is not one of the possible ones, or the model is sharded over the replicas too.
+
+    Example::
+
+        class Large(LightningModule):
+            def configure_model(self):
+                for layer in self.model.layers:
+                    fully_shard(layer, mesh=self.device_mesh["shard"])
+                fully_shard(self.model, mesh=self.device_mesh["shard"])
+
+        Trainer(accelerator="gpu", devices=8, num_nodes=4, strategy=SAFusionModelParallelStrategy())
+    """
+
+    def __init__(
+        self,
+        density: float | DensitySchedule | None = None,
+        system: str = DEFAULT,
+        replicate_size: Literal["auto"] | int = "auto",
+        shard_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **parts: Unpack[Parts],
+    ) -> None:
+        self.settings = checked_parts(system, density, parts).settings
+        super().__init__(
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._sizes = replicate_size, shard_size, tensor_parallel_size
+        self._job = system, density, parts
+        self.system = system
+        self.attached: list[Attached] = []
+        self._observers: list[Observer] = []
+        self._history = FitHistory()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers the name that ``Trainer(strategy=...)`` takes."""
+        if (name := "safusion_model_parallel") not in strategy_registry:
+            strategy_registry.register(name, cls, cls.__name__)
+
+    # Setting up
+
+    @override
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        self._device_mesh = init_device_mesh(self.root_device.type, self._shape(), mesh_dim_names=_DIMENSIONS)
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = self._device_mesh
+
+    @override
+    def _setup_distributed(self) -> None:
+        given = dist.is_initialized()
+        with apart(self._timeout):
+            super()._setup_distributed()
+        if not given:  # it is ours to end
+            end_groups_at_exit()
+
+    def _shape(self) -> tuple[int, int, int]:
+        replicas, shards, parallel = self._sizes
+        replicas = self.num_nodes if replicas == "auto" else replicas
+        shards = self.world_size // (replicas * parallel) if shards == "auto" else shards
+        if replicas * shards * parallel != self.world_size:
+            raise MisconfigurationException(
+                f"replicate_size={replicas}, shard_size={shards} and tensor_parallel_size={parallel} multiply to "
+                f"{replicas * shards * parallel}, and there are {self.world_size} workers"
+            )
+        return replicas, shards, parallel
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        mesh = self.device_mesh
+        shards = mesh["shard"].size()
+        rank = mesh.get_local_rank("replicate") * shards + mesh.get_local_rank("shard")
+        return {"num_replicas": mesh["replicate"].size() * shards, "rank": rank}
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self.device_mesh["tensor_parallel"].size() > 1:
+            # torch's refuses gradients on meshes of one and of two dimensions
+            setattr(self.precision_plugin, "clip_grad_by_norm", _clip)  # noqa: B010 (it is a method)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._attach(trainer.lightning_module)
+
+    def _attach(self, module: nn.Module) -> None:
+        from lightning_safusion.integration.sharded import InFSDP, sharded_roots  # FSDP2 came with torch 2.6
+
+        for each in self.attached:  # of an earlier fit, which could be saved until now
+            each.close()
+        self.attached.clear()
+        roots = sharded_roots(module)
+        inside = {name: [*root.parameters()] for name, root in roots}
+        self._refuse_unsharded(module, [param for params in inside.values() for param in params])
+        for name, root in roots:
+            own = set(map(id, inside[name]))
+            optimizers = [each for each in self.optimizers if own & set(map(id, _params(each)))]
+            if not optimizers:
+                continue  # it is not trained
+            job = checked_parts(*self._job)
+            wrapped = InFSDP(root, self.device_mesh["replicate"], name)
+            attached = Attached(wrapped, job.settings, job.dense_rules, None, self._timeout, self._observers)
+            self.attached.append(attached)
+            attached.bind(optimizers)
+        if self.attached:
+            self._history = self.attached[0].history
+
+    def _refuse_unsharded(self, module: nn.Module, sharded: Sequence[Tensor]) -> None:
+        known = set(map(id, sharded))
+        optimized = {id(param) for each in self.optimizers for param in _params(each)}
+        left = [name for name, param in module.named_parameters() if id(param) in optimized - known]
+        if left:
+            raise MisconfigurationException(
+                f"nothing averages the gradients of {', '.join(left[:8])}{', ...' if left[8:] else ''}: in "
+                'configure_model call fully_shard(module, mesh=self.device_mesh["shard"]) on a module that has them'
+            )
+
+    # A batch
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if (module := self.lightning_module) is not None:
+            for each in self.attached:
+                each.epoch = module.current_epoch
+        return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """Batches of an accumulation are summed inside of replicas, and exchanged with the last."""
+        with ExitStack() as stack:
+            for each in self.attached:
+                stack.enter_context(each.no_sync())
+            yield
+
+    # The end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        for each in self.attached:
+            each.abandon()
+        hurry_at_exit()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        if self.attached:
+            self._history.ended = self.figures()
+        super().teardown()
+
+    # Checkpoints
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        attached = self.attached if "optimizer_states" in checkpoint else []  # others are of weights alone
+        if not self._save_distributed_checkpoint:
+            states = [each.state_dict() for each in attached]
+            if any(states):
+                checkpoint[ENTRY] = states[0] if len(states) == 1 else states
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        folder = Path(self.broadcast(filepath)) / ENTRY
+        if self.global_rank == 0:  # before the others come to what is saved next
+            shutil.rmtree(folder, ignore_errors=True)
+        checkpoint[ENTRY] = len(attached)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if attached:
+            with during(f"the save of {folder}"):
+                dcp.save(
+                    {f"{number}": each.distributed_state_dict() for number, each in enumerate(attached)},
+                    checkpoint_id=folder,
+                )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        # Lightning before 2.6 does not know weights_only
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        checkpoint = super().load_checkpoint(checkpoint_path, **options)
+        saved = checkpoint.get(ENTRY, 0)
+        if isinstance(saved, int):
+            folder = Path(self.broadcast(checkpoint_path)) / ENTRY
+            for number, each in enumerate(self.attached[:saved]):
+                each.load_distributed(folder, f"{number}")
+        else:
+            states = [saved] if isinstance(saved, dict) else saved
+            for each, state in zip(self.attached, states, strict=False):
+                each.load_state_dict(state, checkpoint_path)
+        return checkpoint
+
+    # What can be read
+
+    @property
+    def engine(self) -> Engine | None:
+        """That of the first sharded model, on this rank; None where nothing is exchanged sparse."""
+        return self.attached[0].engine if self.attached else None
+
+    @cached_property
+    def clock(self) -> Clock:
+        """A clock of this rank's device; its seconds are those of observed events."""
+        return clock_for(self.root_device)
+
+    @property
+    def _plain_ddp(self) -> str | None:
+        return self.attached[0].plain_ddp if self.attached else None
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _clip(optimizer: Optimizer, clip_val: float) -> None:
+    """Clips gradients that lie on several meshes by their common norm."""
+    meshes: dict[Any, list[Tensor]] = {}
+    for param in _params(optimizer):
+        if param.grad is not None:
+            meshes.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    norms = []
+    for params in meshes.values():
+        norm: Any = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if norms:
+        for params in meshes.values():
+            nn.utils.clip_grads_with_norm_(params, clip_val, torch.stack(norms).norm())

@@ -1,0 +1,259 @@
+"""Lightning's ModelParallelStrategy with replicas, on four workers.
+
+Covers: the parameters of plain PyTorch, bit for bit, with accumulation and clipping; checkpoints that are resumed on
+    the same mesh bit for bit, and on others down to DDP; tensor parallelism with clipping; several sharded models; a
+    callback; what is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_safusion import OverlapProfiler, SAFusionModelParallelStrategy, SAFusionStrategy, attach
+from tests.models import equal
+from tests.process_group import run_ranks
+from tests.resume import InGroup, run, saving
+
+pytestmark = pytest.mark.filterwarnings("error:.*resumes with differences")  # every checkpoint is used in full
+
+SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.norm, self.out = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.norm(self.down(self.up(x).relu())))
+        return out
+
+
+def batch(step: int, worker: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + worker))
+
+
+class Sharded(LightningModule):
+    """Every batch is a function of its number and of the worker among those that have data of their own."""
+
+    def __init__(self, shards: bool = True) -> None:
+        super().__init__()
+        self.net, self.shards, self.batches = Layers(), shards, 0
+
+    def configure_model(self) -> None:
+        if self.shards:
+            mesh = self.device_mesh
+            assert mesh is not None
+            if mesh["tensor_parallel"].size() > 1:
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(self.net, mesh["tensor_parallel"], plan)
+            fully_shard(self.net.up, mesh=mesh["shard"])
+            fully_shard(self.net, mesh=mesh["shard"])
+
+    def training_step(self, batch_: Any, batch_idx: int) -> Tensor:
+        worker = self.global_rank
+        if self.shards:
+            worker = self.trainer.strategy.distributed_sampler_kwargs["rank"]  # type: ignore[attr-defined]
+        # steps that are repeated after a resume have the batches that they had
+        number = (
+            self.trainer.accumulate_grad_batches * self.global_step + batch_idx % self.trainer.accumulate_grad_batches
+        )
+        return self.net(batch(number, worker)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2, foreach=False)
+
+
+def strategy(replicas: int, shards: int, parallel: int = 1, **options: Any) -> SAFusionModelParallelStrategy:
+    made = SAFusionModelParallelStrategy(
+        replicate_size=replicas, shard_size=shards, tensor_parallel_size=parallel, **(SPARSE | options)
+    )
+    made.cluster_environment = InGroup()
+    return made
+
+
+def replicated(**options: Any) -> SAFusionStrategy:
+    return SAFusionStrategy(cluster_environment=InGroup(), **(SPARSE | options))
+
+
+def local(module: nn.Module) -> list[Tensor]:
+    return [each.to_local().clone() if hasattr(each, "to_local") else each.clone() for each in module.parameters()]
+
+
+def full(module: nn.Module) -> list[Tensor]:
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each.detach() for each in module.parameters()]
+
+
+def test_it_is_the_training_of_plain_torch() -> None:
+    def by_hand(rank: int) -> list[Tensor]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = Layers()
+        fully_shard(model.up, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+        handle = attach(model, optimizer, replicate_mesh=mesh["replicate"], **SPARSE)
+        for step in range(6):
+            optimizer.zero_grad()
+            with handle.no_sync():
+                (model(batch(2 * step, rank)).square().mean() / 2).backward()
+            (model(batch(2 * step + 1, rank)).square().mean() / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        return local(model)
+
+    def by_trainer(rank: int) -> tuple[list[Tensor], Any]:
+        profiler = OverlapProfiler(every_n_steps=2)
+        job = run(strategy(2, 2), 6, profiler, model=Sharded(), accumulate_grad_batches=2, gradient_clip_val=0.1)
+        return local(job.lightning_module), job.strategy.figures()  # type: ignore[attr-defined]
+
+    theirs, ours = run_ranks(4, by_hand), run_ranks(4, by_trainer)
+    assert all(equal(mine, other) for (mine, _), other in zip(ours, theirs, strict=True))
+    assert ours[0][1]["windows"] == 6
+    assert 0 < ours[0][1]["bytes_sent"] < ours[0][1]["dense_bytes"]
+
+
+def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
+    def job(rank: int) -> bool:
+        path = tmp_path / "4.ckpt"
+        whole = run(strategy(2, 2), 8, saving(path, 4), model=Sharded())
+        again = run(strategy(2, 2), 8, model=Sharded(), ckpt=path)
+        return equal(local(whole.lightning_module), local(again.lightning_module))
+
+    assert run_ranks(4, job) == [True] * 4
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_checkpoint_goes_to_other_meshes(distributed: bool, tmp_path: Path) -> None:
+    """From two replicas of two shards to one of four, to two of one, to DDP, which goes on alike."""
+    options = {"save_distributed_checkpoint": distributed}
+
+    def first(rank: int) -> list[Tensor]:
+        run(strategy(2, 2, **options), 4, saving(tmp_path / "4", 4), model=Sharded())
+        return full(run(strategy(2, 2, **options), 6, model=Sharded(), ckpt=tmp_path / "4").lightning_module)
+
+    def second(rank: int) -> list[Tensor]:
+        made = strategy(1, 4, **options)
+        return full(run(made, 6, saving(tmp_path / "6", 6), model=Sharded(), ckpt=tmp_path / "4").lightning_module)
+
+    def third(rank: int) -> list[Tensor]:
+        made = strategy(2, 1, save_distributed_checkpoint=False)
+        return full(run(made, 8, saving(tmp_path / "8", 8), model=Sharded(), ckpt=tmp_path / "6").lightning_module)
+
+    def last(rank: int) -> list[Tensor]:
+        ends = []
+        for made, sharded in ((strategy(2, 1, save_distributed_checkpoint=False), True), (replicated(), False)):
+            ends.append(full(run(made, 10, model=Sharded(sharded), ckpt=tmp_path / "8").lightning_module))
+        assert all(torch.allclose(one, other, atol=1e-7) for one, other in zip(*ends, strict=True))
+        return ends[0]
+
+    for work, workers in ((first, 4), (second, 4), (third, 2), (last, 2)):
+        ends = run_ranks(workers, work)
+        assert all(equal(end, ends[0]) for end in ends)
+
+
+def test_a_checkpoint_of_ddp_is_resumed_sharded(tmp_path: Path) -> None:
+    """Two workers of DDP, and two replicas of one shard, go on alike."""
+
+    def job(rank: int) -> bool:
+        path = tmp_path / "4.ckpt"
+        whole = run(replicated(), 8, saving(path, 4), model=Sharded(False))
+        again = run(strategy(2, 1), 8, model=Sharded(), ckpt=path)
+        return all(map(torch.allclose, full(whole.lightning_module), full(again.lightning_module)))
+
+    assert run_ranks(2, job) == [True] * 2
+
+
+def test_tensor_parallelism_inside() -> None:
+    """Density 1 is DDP of as many replicas, also with clipping; at a low one all workers agree on what they share."""
+
+    def job(rank: int) -> list[list[Tensor]]:
+        ends = []
+        for density in (1.0, 0.1):
+            model = Sharded()
+            run(strategy(2, 1, 2, density=density), 6, model=model, gradient_clip_val=0.1)
+            ends.append(full(model))
+        return ends
+
+    def ddp(rank: int) -> list[Tensor]:
+        model = Sharded(False)
+        run(replicated(density=1.0, collective="auto"), 6, model=model, gradient_clip_val=0.1)
+        return full(model)
+
+    ends, reference = run_ranks(4, job), run_ranks(2, ddp)[0]
+    for end in ends:
+        assert equal(end, ends[0])
+        assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(end[0], reference, strict=True))
+        assert not equal(end[0], end[1])
+
+
+class Two(Sharded):
+    """Two sharded models that take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Layers()
+        self.automatic_optimization = False
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.device_mesh is not None
+        fully_shard(self.other, mesh=self.device_mesh["shard"])
+
+    def training_step(self, batch_: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        for model, optimizer in zip((self.net, self.other), optimizers, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(model(batch(batch_idx, self.global_rank)).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(model.parameters()) for model in (self.net, self.other)]
+
+
+def test_several_sharded_models() -> None:
+    def job(rank: int) -> tuple[list[Tensor], list[int]]:
+        model = Two()
+        made = strategy(2, 2)
+        run(made, 8, model=model)
+        return full(model), [each.figures()["windows"] for each in made.attached]
+
+    ends = run_ranks(4, job)
+    assert all(equal(end, ends[0][0]) for end, _ in ends)
+    assert ends[0][1] == [4, 4]
+
+
+class Half(Sharded):
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self.net.up, mesh=self.device_mesh["shard"])
+
+
+class Whole(Sharded):
+    def configure_model(self) -> None:
+        fully_shard(self.net)
+
+
+def test_what_is_refused() -> None:
+    def job(rank: int) -> list[str]:
+        said = []
+        for sizes, model in (((2, 2), Half()), ((2, 2), Whole()), ((3, 1), Sharded())):
+            with pytest.raises((MisconfigurationException, ValueError)) as raised:
+                run(strategy(*sizes), 1, model=model)
+            said.append(str(raised.value))
+        return said
+
+    for half, whole, sizes in run_ranks(4, job):
+        assert "nothing averages the gradients of net.down.weight" in half
+        assert "are both among the shards of up.weight" in whole
+        assert "multiply to 3, and there are 4 workers" in sizes
