@@ -456,17 +456,13 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
 
     # Another fit of the same job
 
+    @override
     def learned(self) -> dict[str, Any]:
-        """What this fit has found out about the job, the same on all ranks: for :meth:`begin_with`, during training."""
         engine = self.engine
         return {"plain_ddp": self._fit.decided, "engine": None if engine is None else common_state(engine)}
 
+    @override
     def begin_with(self, learned: Mapping[str, Any]) -> None:
-        """Lets the next fit begin with the plan and the costs of another one, without its residuals.
-
-        Args:
-            learned: What :meth:`learned` has returned in a fit of the same model, settings and workers.
-        """
         self._learned = learned
 
     # What can be read

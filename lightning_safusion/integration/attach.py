@@ -70,7 +70,8 @@ def attach(
         optimizers: All that step its parameters. None: those that step until its second forward pass in training;
             DDP averages the gradients so long.
         density: Share of the elements to send, in (0, 1], or a schedule; None: one that suits the optimizers.
-        system: A scheme by name; one that the engine serves.
+        system: A scheme by name; one that the engine serves, or for a sharded model ``"ddp"``, ``"ddp-bf16"`` or
+            ``"ddp-fp16"``: an all-reduce between the replicas.
         scaler: Scales the loss; its gradients are exchanged as they would be without it.
         timeout: Of further communicators; None: that of the backend.
         replicate_mesh: Of workers that have the same shards; None with DDP.
@@ -93,9 +94,9 @@ def attach(
         optimizer = torch.optim.AdamW(model.parameters())
         handle = lightning_safusion.attach(model, optimizer)
     """
-    job = checked_parts(system, density, parts)
-    wrapped = _wrapped(getattr(model, "_orig_mod", model), replicate_mesh)
-    attached = Attached(wrapped, job.settings, job.dense_rules, scaler, timeout)
+    job = checked_parts(system, density, parts, sharded=replicate_mesh is not None)
+    wrapped = _wrapped(getattr(model, "_orig_mod", model), replicate_mesh, job)
+    attached = Attached(wrapped, job, scaler, timeout)
     if optimizers is not None:
         try:
             attached.bind([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
@@ -106,28 +107,33 @@ def attach(
 
 
 PARTS = tuple(Parts.__annotations__)
+#: Hooks of DDP whose work is done for sharded models as well, and the type of what they send; None: as it is.
+NARROW: Mapping[str | None, torch.dtype | None] = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def checked_parts(system: str, density: float | DensitySchedule | None, parts: Mapping[str, Any]) -> JobParts:
+def checked_parts(
+    system: str, density: float | DensitySchedule | None, parts: Mapping[str, Any], sharded: bool = False
+) -> JobParts:
     """What :func:`attach` makes of its arguments; it raises its errors."""
     if unknown := parts.keys() - set(PARTS):
         raise TypeError(f"attach has no argument {min(unknown)!r}; the parts are {', '.join(PARTS)}")
     job = job_parts(system, density, parts)
-    if job.system.ddp_hook is not None:
-        raise MisconfigurationException(
-            f"system={system!r} works without the engine: register the hook of torch's ddp_comm_hooks on the model."
-        )
-    return job
+    if job.system.ddp_hook is None or (sharded and job.system.ddp_hook in NARROW):
+        return job
+    raise MisconfigurationException(
+        f"system={system!r} works without the engine, in a hook of DDP: "
+        + ("a sharded model has none." if sharded else "register that of torch's ddp_comm_hooks on the model.")
+    )
 
 
-def _wrapped(model: nn.Module, mesh: DeviceMesh | None) -> Wrapped:
+def _wrapped(model: nn.Module, mesh: DeviceMesh | None, job: JobParts) -> Wrapped:
     fsdp2: Any = getattr(fsdp, "FSDPModule", None)  # torch 2.6
     if fsdp2 is not None and isinstance(model, fsdp2):
         from lightning_safusion.integration.sharded import InFSDP
 
         if mesh is None:
             raise TypeError("a model that fully_shard has sharded needs replicate_mesh, the dimension of its replicas")
-        return InFSDP(model, mesh)
+        return InFSDP(model, mesh, narrow=NARROW.get(job.system.ddp_hook))
     if isinstance(model, fsdp.FullyShardedDataParallel):
         raise TypeError("attach does not serve FullyShardedDataParallel (FSDP1): shard the model with fully_shard")
     if not isinstance(model, DistributedDataParallel):

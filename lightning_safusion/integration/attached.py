@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -22,8 +22,7 @@ from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
-from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.fusion.state import carried, restore_carried
+from lightning_safusion.fusion.state import carried, common_state, restore_carried, restore_common
 from lightning_safusion.integration.attached_state import AttachedState
 from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
@@ -31,6 +30,7 @@ from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.integration.optimizer import suited
 from lightning_safusion.integration.parameters import describe_untrained, optimizer_options, untrained
 from lightning_safusion.integration.wrapped import Wrapped
+from lightning_safusion.systems.settings import JobParts
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
@@ -70,33 +70,35 @@ class Attached(AttachedState):
 
     Args:
         model: Whose gradients are exchanged.
-        settings: Of the engine.
-        dense_rules: Which tensors are dense.
+        job: What the engine is made of; a system that works without one has the gradients averaged.
         scaler: Of the loss.
         timeout: Of communicators.
         observers: Get the events of every window.
 
     Attributes:
         history: What was exchanged so far.
+        cautions: What is known to cost accuracy, in sentences.
     """
 
     def __init__(
         self,
         model: Wrapped,
-        settings: EngineSettings,
-        dense_rules: tuple[list[str], int, int],
+        job: JobParts,
         scaler: torch.amp.GradScaler | None,
         timeout: timedelta | None,
         observers: list[Observer] | None = None,
     ) -> None:
         self.epoch = 0  #: for densities that change by the epoch
-        super().__init__(model, settings)
-        self._dense_rules = dense_rules
+        super().__init__(model, job.settings)
+        self._dense_rules = job.dense_rules
+        self._decided = None if job.system.ddp_hook is None else f"system={job.system.name!r} asks for it"
         self._scaler, self._timeout = scaler, timeout
         self._transport: Transport | None = None
         self._exchange, self._choice = GradientExchange(), Choice(Mode.PLAIN, "no optimizer has stepped yet")
         self._observers = [] if observers is None else observers
         self.history = FitHistory()
+        self.cautions: tuple[str, ...] = ()
+        self._learned: Mapping[str, Any] | None = None
         self._costs_followed = 0  # number of windows at the last look at the costs
         self._found: list[Optimizer] = []  # that have stepped before they were known
         self._seen: WeakSet[Optimizer] = WeakSet()  # that are bound, or have stepped
@@ -127,7 +129,7 @@ class Attached(AttachedState):
         plain = [_plain(each) for each in optimizers]
         state = None if self.engine is None else carried(self.engine)
         self._leave()
-        self._settings = suited(self._settings, plain)
+        self.settings = suited(self.settings, plain)
         with during("set-up, when workers make a process group for their gradients"):
             self._transport = TorchTransport(self._model.group, self._timeout)
         scaler = self._scaler
@@ -139,7 +141,11 @@ class Attached(AttachedState):
             raise
         if self.engine is not None and state is not None:
             restore_carried(self.engine, state)
-        for line in self._exchange.cautions(plain):
+        if self.engine is not None and self._learned is not None:
+            restore_common(self.engine, self._learned)
+            self._learned = None
+        self.cautions = self._exchange.cautions(plain)
+        for line in self.cautions:
             rank_zero_warn(f"SAFusion: {line}.")
         for optimizer in plain:
             self._watches.append(optimizer.register_step_pre_hook(_weakly(self._check)))
@@ -150,13 +156,13 @@ class Attached(AttachedState):
         self._bound_to(plain)
 
     def _choose(self, optimizers: Sequence[Optimizer], transport: Transport) -> None:
-        model, settings = self._model, self._settings
+        model, settings = self._model, self.settings
         specs = model.specs(optimizers, self._dense_rules)
         left = untrained(model.inner, optimizers)
         hosts = check_equal(transport, model.options | optimizer_options(optimizers) | fingerprint(settings, specs))
-        self._choice = choose(settings, specs, optimizers, transport.world_size, False, self._holds_back, None)
+        self._choice = choose(settings, specs, optimizers, transport.world_size, False, self._holds_back, self._decided)
         if self._choice.plain_ddp is not None:
-            announce(f"{self._choice.mode.value} is used, because {self._choice.reason}")
+            announce(f"{model.dense} is used, because {self._choice.plain_ddp}")
             return
         if left:
             announce(describe_untrained(left, automatic=False))
@@ -184,10 +190,13 @@ class Attached(AttachedState):
             handle.remove()
         self._watches.clear()
         self._model.leave()
+        self._drop(reason)
+
+    def _drop(self, reason: str | None) -> None:
         self._exchange.close()
         if self.engine is not None:
             self.history.keep(self.engine)
-            self._settings.memory.bind([0], self.engine.space.device)
+            self.settings.memory.bind([0], self.engine.space.device)
         self._exchange, self._choice = GradientExchange(), Choice(Mode.PLAIN, reason)
         if self._transport is not None:
             self._transport.close()
@@ -235,8 +244,8 @@ class Attached(AttachedState):
         self._costs_followed = engine.windows
         if not engine.step_aside():
             return False
-        reason = "its all-reduce has been predicted to be faster, review after review"
-        announce(f"plain DDP is used, because {reason}")
+        self._decided = reason = "its all-reduce has been predicted to be faster, review after review"
+        announce(f"{self._model.dense} is used, because {reason}")
         self._leave(reason)
         return True
 
@@ -270,6 +279,15 @@ class Attached(AttachedState):
         """Why nothing is exchanged sparse; None if something is."""
         return self._choice.plain_ddp
 
+    def learned(self) -> dict[str, Any]:
+        """What was found out about the job, for :meth:`begin_with` of another one; the same on all replicas."""
+        return {"plain_ddp": self._decided, "engine": None if self.engine is None else common_state(self.engine)}
+
+    def begin_with(self, learned: Mapping[str, Any]) -> None:
+        """Begins with the plan and the costs of another loop, without its residuals; before :meth:`bind`."""
+        self._decided = learned["plain_ddp"]
+        self._learned = learned["engine"]
+
     def figures(self) -> dict[str, Any]:
         """Figures of the latest step on this worker; see :meth:`SAFusionStrategy.figures`."""
         return {"plain_ddp": self.plain_ddp} | self.history.figures(self.engine)
@@ -283,12 +301,18 @@ class Attached(AttachedState):
             self._transport.abandon()
             self._transport = None
 
-    def close(self) -> None:
-        """Gives the gradients back to DDP, and their momentum to the optimizers; residuals are lost. Collective."""
+    def end(self) -> None:
+        """Training has ended: gives the model back. Residuals can be saved until :meth:`close`."""
         if not self._handles:
             return  # somebody else may have the model
-        for handle in self._handles:
+        for handle in [*self._handles, *self._watches]:
             handle.remove()
         self._handles.clear()
-        self._leave("it was closed")
+        self._model.leave()
+        self._exchange.close()
         self._model.release()
+
+    def close(self) -> None:
+        """Gives the gradients back to DDP, and their momentum to the optimizers; residuals are lost. Collective."""
+        self.end()
+        self._drop("it was closed")

@@ -35,13 +35,13 @@ class AttachedState(ABC):
 
     Args:
         model: Whose gradients are exchanged.
-        settings: Of the engine.
+        settings: Of the engine, as they suit the optimizers.
     """
 
     _transport: Transport | None = None
 
     def __init__(self, model: Wrapped, settings: EngineSettings) -> None:
-        self._model, self._settings = model, settings
+        self._model, self.settings = model, settings
         self._resume: Callable[[], None] = partial(self.load_state_dict, {})  # of a state that came before optimizers
         self._optimizers: Sequence[Optimizer] | None = None  # that are bound
         self._holds_back = False  # a state had residuals
@@ -73,7 +73,7 @@ class AttachedState(ABC):
         """
         if (engine := self.engine) is None:
             return {}
-        settings, (number, shards) = self._settings.describe(), self._model.place
+        settings, (number, shards) = self.settings.describe(), self._model.place
         with during("the making of a state"):
             if shards == 1:
                 return save(engine, settings, _WHERE, inside=True)
@@ -95,7 +95,7 @@ class AttachedState(ABC):
         if self.engine is None:
             return {}
         with during("the making of a state"):
-            return distributed_state(self.engine, self._settings.describe(), self._model)
+            return distributed_state(self.engine, self.settings.describe(), self._model)
 
     def load_distributed(self, checkpoint: str | PathLike[str] | StorageReader, key: str = "safusion") -> None:
         """Restores what :meth:`distributed_state_dict` has returned, on any mesh of workers. Collective.
@@ -118,7 +118,7 @@ class AttachedState(ABC):
             if not saved.entry:
                 self._say([f"{checkpoint} has no residuals under {key!r}"])
             elif (engine := self._engine_for(saved.entry)) is not None:
-                self._say(saved.restore(engine, self._settings.describe()))
+                self._say(saved.restore(engine, self.settings.describe()))
 
     def _engine_for(self, entry: Mapping[str, Any]) -> Engine | None:
         """The engine, also where all is dense: what a residual holds leaves with the first gradients."""
@@ -156,7 +156,7 @@ class AttachedState(ABC):
             if (engine := self._engine_for(state)) is None:
                 return
             read = scattered(partial(parts.read, path, entry=state), self._model)
-            self._say(restore(engine, self._settings.describe(), state, path, read))
+            self._say(restore(engine, self.settings.describe(), state, path, read))
 
     def _say(self, notes: Sequence[str]) -> None:
         if notes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -32,7 +32,7 @@ from lightning_safusion.comm.transport.rounds import apart
 from lightning_safusion.comm.transport.torch_backend import end_groups_at_exit, hurry_at_exit
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Clock, Observer, clock_for
-from lightning_safusion.integration.attach import Parts, checked_parts
+from lightning_safusion.integration.attach import NARROW, Parts, checked_parts
 from lightning_safusion.integration.attached import Attached
 from lightning_safusion.integration.checkpoint.parts import ENTRY
 from lightning_safusion.integration.history import FitHistory
@@ -52,7 +52,8 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
 
     Args:
         density: Share of the elements to send, in (0, 1], or a schedule; None: one that suits the optimizers.
-        system: A scheme by name; one that the engine serves.
+        system: A scheme by name; one that the engine serves, or ``"ddp"``, ``"ddp-bf16"`` or ``"ddp-fp16"``: an
+            all-reduce between the replicas.
         replicate_size: Number of replicas; ``"auto"``: of machines.
         shard_size: Workers that share one replica's parameters; ``"auto"``: all that are left.
         tensor_parallel_size: Workers that share one layer's computation.
@@ -94,7 +95,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **parts: Unpack[Parts],
     ) -> None:
-        self.settings = checked_parts(system, density, parts).settings
+        self.settings = checked_parts(system, density, parts, sharded=True).settings
         super().__init__(
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -106,6 +107,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         self.system = system
         self.attached: list[Attached] = []
         self._observers: list[Observer] = []
+        self._learned: list[Mapping[str, Any]] = []  # by another fit, of each sharded model
         self._history = FitHistory()
 
     @classmethod
@@ -120,7 +122,8 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self._setup_distributed()
-        self._device_mesh = init_device_mesh(self.root_device.type, self._shape(), mesh_dim_names=_DIMENSIONS)
+        if self._device_mesh is None:
+            self._device_mesh = init_device_mesh(self.root_device.type, self._shape(), mesh_dim_names=_DIMENSIONS)
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = self._device_mesh
 
@@ -174,11 +177,15 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             optimizers = [each for each in self.optimizers if own & set(map(id, _params(each)))]
             if not optimizers:
                 continue  # it is not trained
-            job = checked_parts(*self._job)
-            wrapped = InFSDP(root, self.device_mesh["replicate"], name)
-            attached = Attached(wrapped, job.settings, job.dense_rules, None, self._timeout, self._observers)
+            job = checked_parts(*self._job, sharded=True)
+            wrapped = InFSDP(root, self.device_mesh["replicate"], name, NARROW.get(job.system.ddp_hook))
+            attached = Attached(wrapped, job, None, self._timeout, self._observers)
+            if len(self.attached) < len(self._learned):
+                attached.begin_with(self._learned[len(self.attached)])
             self.attached.append(attached)
             attached.bind(optimizers)
+            self.settings = attached.settings
+        self._learned = []
         if self.attached:
             self._history = self.attached[0].history
 
@@ -223,6 +230,8 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
     def teardown(self) -> None:
         if self.attached:
             self._history.ended = self.figures()
+        for each in self.attached:
+            each.end()
         super().teardown()
 
     # Checkpoints
@@ -265,6 +274,19 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         return checkpoint
 
     # What can be read
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """What is known to cost accuracy in this fit, in sentences."""
+        return tuple(caution for each in self.attached for caution in each.cautions)
+
+    @override
+    def learned(self) -> list[Mapping[str, Any]]:
+        return [each.learned() for each in self.attached]
+
+    @override
+    def begin_with(self, learned: Any) -> None:
+        self._learned = list(learned)
 
     @property
     def engine(self) -> Engine | None:

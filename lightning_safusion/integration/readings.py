@@ -39,6 +39,18 @@ class EngineReadings(ABC):
     def clock(self) -> Clock:
         """A clock of this rank's device; its seconds are those of observed events."""
 
+    @abstractmethod
+    def learned(self) -> Any:
+        """What this fit has found out about the job, the same on all ranks: for :meth:`begin_with`, during training."""
+
+    @abstractmethod
+    def begin_with(self, learned: Any) -> None:
+        """Lets the next fit begin with the plan and the costs of another one, without its residuals.
+
+        Args:
+            learned: What :meth:`learned` has returned in a fit of the same model, settings and workers.
+        """
+
     @property
     @abstractmethod
     def _plain_ddp(self) -> str | None:

@@ -35,6 +35,7 @@ class InFSDP:
         model: The root.
         mesh: Of the replicas, one-dimensional.
         prefix: Begins the names of the parameters.
+        narrow: Type of what is averaged where nothing is exchanged sparse; None: that of the gradients.
 
     Raises:
         RuntimeError: If the model is taken.
@@ -43,12 +44,13 @@ class InFSDP:
     """
 
     find_unused = static = False
+    dense = "an all-reduce between the replicas"
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, prefix: str = "") -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, prefix: str = "", narrow: torch.dtype | None = None) -> None:
         if mesh.ndim != 1:
             raise ValueError(f"replicate_mesh has one dimension, mesh['replicate'], got {mesh.ndim}")
         self.module = model
-        self.inner, self.group, self._prefix = self.module, mesh.get_group(), prefix
+        self.inner, self.group, self._prefix, self._narrow = self.module, mesh.get_group(), prefix, narrow
         groups = shard_groups(model)
         for each in groups:
             each.check_replicas(dist.get_process_group_ranks(self.group))
@@ -155,9 +157,15 @@ class InFSDP:
         if (earlier := self._partial.pop(number, None)) is not None:
             flat += earlier
         if self._hook is None:
-            dist.all_reduce(flat, dist.ReduceOp.AVG, group=self.group)
+            self._average(flat)
         else:
             self._hook.take(group, flat)
+
+    def _average(self, flat: Tensor) -> None:
+        sent = flat if self._narrow is None else flat.to(self._narrow)
+        dist.all_reduce(sent, dist.ReduceOp.AVG, group=self.group)
+        if sent is not flat:
+            flat.copy_(sent)
 
     def _hold(self, number: int, group: ShardGroup, flat: Tensor) -> None:
         """Adds up what is exchanged later; no gradient is left that was not there."""

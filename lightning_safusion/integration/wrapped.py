@@ -31,6 +31,7 @@ class Wrapped(Protocol):
     options: dict[str, str]  #: that must be the same on all of them
     find_unused: bool
     static: bool
+    dense: str  #: what averages gradients where nothing is exchanged sparse
     place: tuple[int, int]  #: number of this worker among those that have pieces of a replica, and how many these are
 
     @property
@@ -74,6 +75,8 @@ class InDDP:
     Raises:
         RuntimeError: If it has one, or is taken.
     """
+
+    dense = "plain DDP"
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.module: nn.Module = model

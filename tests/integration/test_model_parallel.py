@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lightning_safusion import OverlapProfiler, SAFusionModelParallelStrategy, SAFusionStrategy, attach
 from tests.models import equal
 from tests.process_group import run_ranks
-from tests.resume import InGroup, run, saving
+from tests.resume import At, InGroup, run, saving
 
 pytestmark = pytest.mark.filterwarnings("error:.*resumes with differences")  # every checkpoint is used in full
 
@@ -231,6 +231,29 @@ def test_several_sharded_models() -> None:
     ends = run_ranks(4, job)
     assert all(equal(end, ends[0][0]) for end, _ in ends)
     assert ends[0][1] == [4, 4]
+
+
+def test_fits_follow_each_other(tmp_path: Path) -> None:
+    """One model in fits of several strategies, of which one averages in bf16; one may still be saved after its end."""
+
+    def job(rank: int) -> tuple[list[Tensor], list[Any]]:
+        model, figures = Sharded(), []
+        learned: Any = []
+        for number, options in enumerate([SPARSE, {"system": "ddp-bf16", "density": None, "collective": None}, SPARSE]):
+            made = strategy(2, 2, **options)
+            made.begin_with(learned if number > 1 else [])
+            job = run(made, 4, At(4, lambda trainer: learned.extend(trainer.strategy.learned())), model=model)  # type: ignore[attr-defined]
+            figures.append(made.figures())
+            model.configure_model = lambda: None  # type: ignore[method-assign]
+        job.save_checkpoint(tmp_path / "ended")
+        return full(model), figures
+
+    ends = run_ranks(4, job)
+    assert (tmp_path / "ended" / "safusion" / ".metadata").exists()
+    assert all(equal(end, ends[0][0]) for end, _ in ends)
+    first, dense, last = ends[0][1]
+    assert [first["windows"], dense["windows"], last["windows"]] == [4, 0, 8]
+    assert dense["plain_ddp"] == "system='ddp-bf16' asks for it"
 
 
 class Half(Sharded):
