@@ -189,7 +189,7 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
         self._fit = Fit(self)
         self._deserted = False  # an error has ended this fit, and some ranks did not come to save its state
         self._learned: Mapping[str, Any] = {}  # by another fit of the same job, for the next one
-        self.cautions: tuple[str, ...] = ()  #: what is known to cost accuracy in this fit, in sentences
+        self.cautions = ()
 
     @classmethod
     @override

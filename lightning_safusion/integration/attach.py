@@ -122,7 +122,7 @@ def checked_parts(
         return job
     raise MisconfigurationException(
         f"system={system!r} works without the engine, in a hook of DDP: "
-        + ("a sharded model has none." if sharded else "register that of torch's ddp_comm_hooks on the model.")
+        + ("a sharded model has none." if sharded else "register the one of torch's ddp_comm_hooks on the model.")
     )
 
 

@@ -65,6 +65,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
 
     Attributes:
         attached: What is below each sharded model; the figures of the strategy are those of the first.
+        sizes: The arguments of these names.
 
     Raises:
         MisconfigurationException: If sizes do not multiply to the number of workers, or a trained parameter is not
@@ -102,10 +103,15 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._sizes = replicate_size, shard_size, tensor_parallel_size
+        self.sizes: dict[str, Any] = {
+            "replicate_size": replicate_size,
+            "shard_size": shard_size,
+            "tensor_parallel_size": tensor_parallel_size,
+        }
         self._job = system, density, parts
         self.system = system
         self.attached: list[Attached] = []
+        self.cautions = ()
         self._observers: list[Observer] = []
         self._learned: list[Mapping[str, Any]] = []  # by another fit, of each sharded model
         self._history = FitHistory()
@@ -136,7 +142,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             end_groups_at_exit()
 
     def _shape(self) -> tuple[int, int, int]:
-        replicas, shards, parallel = self._sizes
+        replicas, shards, parallel = self.sizes.values()
         replicas = self.num_nodes if replicas == "auto" else replicas
         shards = self.world_size // (replicas * parallel) if shards == "auto" else shards
         if replicas * shards * parallel != self.world_size:
@@ -186,6 +192,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             attached.bind(optimizers)
             self.settings = attached.settings
         self._learned = []
+        self.cautions = tuple(caution for each in self.attached for caution in each.cautions)
         if self.attached:
             self._history = self.attached[0].history
 
@@ -274,11 +281,6 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         return checkpoint
 
     # What can be read
-
-    @property
-    def cautions(self) -> tuple[str, ...]:
-        """What is known to cost accuracy in this fit, in sentences."""
-        return tuple(caution for each in self.attached for caution in each.cautions)
 
     @override
     def learned(self) -> list[Mapping[str, Any]]:

@@ -22,10 +22,12 @@ class EngineReadings(ABC):
     Attributes:
         system: Name of the scheme.
         settings: Of the engine.
+        cautions: What is known to cost accuracy in this fit, in sentences.
     """
 
     system: str
     settings: EngineSettings
+    cautions: tuple[str, ...]
     _history: FitHistory
     _observers: list[Observer]  # of every engine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -77,9 +77,7 @@ class InFSDP:
 
     def _follow(self) -> None:
         """Looks which parameters are trained now."""
-        self._groups = shard_groups(self.module)
-        for number, group in enumerate(self._groups):
-            group.module.set_all_reduce_hook(partial(self._reduce, number))
+        self._groups = set_hooks(self.module, self._reduce)
 
     @property
     def synchronises(self) -> bool:
@@ -189,6 +187,14 @@ class InFSDP:
             yield
         finally:
             self._syncs = before
+
+
+def set_hooks(model: nn.Module, reduce: Callable[[int, Tensor], None]) -> list[ShardGroup]:
+    """Has the gradients of a sharded model handed over by groups, with their number, in place of an all-reduce."""
+    groups = shard_groups(model)
+    for number, group in enumerate(groups):
+        group.module.set_all_reduce_hook(partial(reduce, number))
+    return groups
 
 
 def sharded_roots(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 _HOOK = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}  # no row's but the user's own
 
@@ -82,13 +82,15 @@ def with_strategy(content: Mapping[str, Any], strategy: Mapping[str, Any] | None
     inner = copy["fit"] if isinstance(copy.get("fit"), dict) else copy
     trainer = inner["trainer"] = dict(inner.get("trainer") or {})
     if strategy is not None:
-        trainer["strategy"] = {**strategy, "init_args": {**_kept(trainer.get("strategy")), **strategy["init_args"]}}
+        kept = _kept(trainer.get("strategy"), strategy["class_path"])
+        trainer["strategy"] = {**strategy, "init_args": {**kept, **strategy["init_args"]}}
     elif not content:
         trainer["strategy"] = "ddp"
     return yaml.safe_dump(copy, sort_keys=False)
 
 
-def _kept(strategy: Any) -> dict[str, Any]:
+def _kept(strategy: Any, kind: str) -> dict[str, Any]:
     given = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
-    known = signature(DDPStrategy).parameters.keys() - _HOOK
+    base = ModelParallelStrategy if kind.endswith("ModelParallelStrategy") else DDPStrategy
+    known = signature(base).parameters.keys() - _HOOK
     return {name: value for name, value in given.items() if name in known}

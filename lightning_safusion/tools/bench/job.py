@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, ca
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 
+from lightning_safusion.integration.model_parallel import SAFusionModelParallelStrategy
 from lightning_safusion.lookup import suggestion
 from lightning_safusion.tools.bench.files import fit_alone, read_files
 
@@ -127,7 +128,7 @@ class Job:
     """
 
     trainer: dict[str, Any]
-    strategy: DDPStrategy
+    strategy: DDPStrategy | SAFusionModelParallelStrategy
     group: dict[str, Any]
     left_out: list[str]
     content: dict[str, Any]
@@ -145,13 +146,23 @@ class Job:
         return self._cli.model, self._cli.datamodule
 
     @property
+    def sharded(self) -> bool:
+        """Whether the model is sharded inside of replicas."""
+        return isinstance(self.strategy, SAFusionModelParallelStrategy)
+
+    @property
     def ddp_options(self) -> dict[str, Any]:
-        """Arguments of DDPStrategy that hold for every row: those of the user's strategy, without its hook."""
-        options: dict[str, Any] = dict(self.strategy._ddp_kwargs)
-        if self.strategy._process_group_backend is not None:
-            options["process_group_backend"] = self.strategy._process_group_backend
-        if isinstance(self.strategy._timeout, timedelta):
-            options["timeout"] = self.strategy._timeout
+        """Arguments of the strategy that hold for every row: those of the user's, without its hook."""
+        strategy = self.strategy
+        options: dict[str, Any]
+        if isinstance(strategy, SAFusionModelParallelStrategy):
+            options = dict(strategy.sizes)
+        else:
+            options = dict(strategy._ddp_kwargs)
+        if strategy._process_group_backend is not None:
+            options["process_group_backend"] = strategy._process_group_backend
+        if isinstance(strategy._timeout, timedelta):
+            options["timeout"] = strategy._timeout
         return options
 
 
@@ -204,16 +215,21 @@ def _group_options(strategy: Any) -> dict[str, Any]:
     return {name: given[name] for name in ("process_group_backend", "timeout") if given.get(name) is not None}
 
 
-def _user_strategy(given: str | Strategy | None) -> DDPStrategy:
-    """The strategy that a trainer was given; refuses one that is none of DDP's."""
+def _user_strategy(given: str | Strategy | None) -> DDPStrategy | SAFusionModelParallelStrategy:
+    """The strategy that a trainer was given; refuses one that is none of DDP's, nor of a sharded model."""
     made: Any = given
     if given is None or given == "auto":
         made = DDPStrategy()
     elif isinstance(given, str) and given in StrategyRegistry:
         made = StrategyRegistry.get(given)
+    if isinstance(made, SAFusionModelParallelStrategy):
+        return made
     if not isinstance(made, DDPStrategy):
         name = given if isinstance(given, str) else type(given).__name__
-        raise ValueError(f"the trainer's strategy is {name}: only jobs of DDP and SAFusionStrategy are compared")
+        raise ValueError(
+            f"the trainer's strategy is {name}: only jobs of DDP, SAFusionStrategy and SAFusionModelParallelStrategy "
+            "are compared"
+        )
     made._start_method = "popen"  # every process has been started before
     return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from lightning_safusion.tools.bench.files import with_strategy
 from lightning_safusion.tools.bench.forecast import Recorded, simulated_as, turning_point
 from lightning_safusion.tools.bench.job import Job
 from lightning_safusion.tools.bench.results import Rounds, SystemFigures, machine, plot_tables, summarize
-from lightning_safusion.tools.bench.rows import FLOOR, IN_STEP, YOURS
+from lightning_safusion.tools.bench.rows import FLOOR, IN_STEP, YOURS, sharded_names
 from lightning_safusion.tools.bench.verdict import Verdict, best_strategy, decide, judge, sends_all
 from lightning_safusion.tools.tables import RowName, plain_table
 
@@ -35,6 +35,7 @@ class JobConditions:
         machines: Of them.
         device: Of the first process.
         parameters: Elements whose gradients are exchanged.
+        replicas: Of a model that is sharded inside of them; None with DDP.
     """
 
     job: str
@@ -42,12 +43,24 @@ class JobConditions:
     machines: int
     device: str
     parameters: int
+    replicas: int | None = None
+
+    @property
+    def own(self) -> float:
+        """Elements whose gradients a worker exchanges."""
+        return self.parameters * (self.replicas or self.workers) / self.workers
+
+    def named(self, text: str) -> str:
+        """A text about rows, with their names in this job."""
+        return text if self.replicas is None else sharded_names(text)
 
     @property
     def title(self) -> str:
         """All of it in a line."""
         on = f"on {self.machines} machines" if self.machines > 1 else "on one machine"
         workers = f"{plural(self.workers, 'worker')} {on} ({self.device})"
+        if self.replicas is not None:
+            workers += f", {plural(self.replicas, 'replica')}"
         return f"{self.job}, {self.parameters / 1e6:.3g} M parameters; {workers}"
 
 
@@ -71,17 +84,21 @@ def write(
         output: Folder of the files.
         console: Shows the table.
     """
+    named = conditions.named
     for row, reason in failures.items():
-        console.print(literal(f"{row} {'has failed later' if row in turns else 'is left out'}: {reason}"))
+        console.print(literal(f"{named(row)} {'has failed later' if row in turns else 'is left out'}: {reason}"))
     if "ddp" not in turns:
-        console.print("Stopped before a step of DDP was measured: there is no table.")
+        console.print(named("Stopped before a step of DDP was measured: there is no table."))
         return
     figures = summarize(turns)
-    console.print(table_of(figures, conditions))
     verdict = _verdict(figures, turns, recorded)
+    strategy = best_strategy(verdict, job.ddp_options, YOURS in failures, job.sharded)
+    figures = [replace(row, system=named(row.system)) for row in figures]
+    console.print(table_of(figures, conditions))
     console.print()
-    for sentence in verdict.sentences:
-        console.print(literal(sentence, "bold" if sentence is verdict.sentences[0] else ""))
+    sentences = [named(sentence) for sentence in verdict.sentences]
+    for number, sentence in enumerate(sentences):
+        console.print(literal(sentence, "" if number else "bold"))
     written = "Settings"
     if isinstance(recorded, Recorded):
         written = "Settings, trace, costs"
@@ -89,42 +106,43 @@ def write(
         recorded.costs.save(output / "calibration.json")
     else:
         console.print(literal(f"Nothing was simulated: {recorded}."))
-    strategy = best_strategy(verdict, job.ddp_options, YOURS in failures)
     (output / "best.yaml").write_text(with_strategy(job.content, strategy), encoding="utf-8")
     record = {
         "title": conditions.title,
         **asdict(conditions),
         "machine": machine(),
         "systems": [asdict(row) for row in figures],
-        "left_out": dict(failures),
-        "best": verdict.row,
-        "baseline": verdict.baseline,
-        "verdict": list(verdict.sentences),
+        "left_out": {named(row): reason for row, reason in failures.items()},
+        "best": named(verdict.row),
+        "baseline": named(verdict.baseline),
+        "verdict": sentences,
     }
     (output / "bench.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     with (output / "steps.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["row", "round", "step", "seconds", "slowest_s", "loading_s"])
-        writer.writerows(_steps(turns))
+        writer.writerows(_steps({named(row): rounds for row, rounds in turns.items()}))
     plot_tables([(conditions.title, figures)]).savefig(output / "bench.png", dpi=120)
     console.print(literal(f"{written}, table and picture: {output}"))
 
 
 def table_of(figures: Sequence[SystemFigures], conditions: JobConditions) -> Table:
     """One line per row, in the order given."""
-    ddp = next(row for row in figures if row.system == "ddp")
+    dense = conditions.named("ddp")
+    ddp = next(row for row in figures if row.system == dense)
     table = plain_table(
         conditions.title,
         "Medians over the steps of all rounds, without loading; rows take turns in one run. quartiles: of the step. "
-        "sent: share of the bytes of fp32 gradients that a worker hands to its collectives. memory: peak beside ddp's.",
+        "sent: share of the bytes of fp32 gradients that a worker hands to its collectives. memory: peak beside "
+        f"{dense}'s.",
         "row",
-        ("step\nms", "quartiles\nms", "over\nfloor", "times as fast\nas ddp", "sent", "memory\nMB"),
+        ("step\nms", "quartiles\nms", "over\nfloor", f"times as fast\nas {dense}", "sent", "memory\nMB"),
     )
     for row in figures:
-        share = None if row.bytes_sent is None else row.bytes_sent / (4 * conditions.parameters)
+        share = None if row.bytes_sent is None else row.bytes_sent / (4 * conditions.own)
         sent = "all" if sends_all(row) else "" if share is None else f"{share:.2%}"
         table.add_row(
-            RowName(row.system, after=" (plain ddp)" * row.by_ddp),
+            RowName(row.system, after=f" (plain {dense})" * row.by_ddp),
             f"{row.step_s * 1e3:.1f}",
             f"{row.low_s * 1e3:.1f} - {row.high_s * 1e3:.1f}",
             f"{row.over_floor:.2f}",

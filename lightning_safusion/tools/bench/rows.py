@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_safusion.baselines.hooks import HookExchange
 from lightning_safusion.fusion.plans.registry import resolve_fusion
+from lightning_safusion.integration.model_parallel import SAFusionModelParallelStrategy
 from lightning_safusion.notation import hints_of, make_part
 from lightning_safusion.sparsify import resolve_memory, resolve_sparsifier
 from lightning_safusion.strategy import SAFusionStrategy
-from lightning_safusion.systems import EngineSystem, HookSystem, resolve_system
+from lightning_safusion.systems import DEFAULT, EngineSystem, HookSystem, resolve_system
 from lightning_safusion.systems.settings import read_row
 
 #: The row without any exchange: what a step takes if the network costs nothing.
@@ -34,6 +37,7 @@ _PARTS: dict[str, Callable[[str], object]] = {
     "fusion": resolve_fusion,
     "memory": resolve_memory,
 }
+_S = TypeVar("_S")
 _DENSITY = 0.01  # of a strategy that is only made to check its options
 
 
@@ -57,9 +61,14 @@ class Row:
         return resolve_system(self.system)
 
     def strategy(self, density: float | None, **defaults: Any) -> SAFusionStrategy:
+        """The same as :meth:`made`, for models that are not sharded."""
+        return self.made(SAFusionStrategy, density, **defaults)
+
+    def made(self, kind: Callable[..., _S], density: float | None, **defaults: Any) -> _S:
         """A new strategy, with the defaults where the row has none of its own, and the density if its system has one.
 
         Args:
+            kind: Its class.
             density: None leaves it to the strategy.
             defaults: Further arguments of the strategy.
 
@@ -73,7 +82,7 @@ class Row:
             for option, resolve in _PARTS.items():
                 if "[" in str(options.get(option, "")):
                     options[option] = make_part(options[option], resolve)
-            return SAFusionStrategy(system=self.system, **options)
+            return kind(system=self.system, **options)
         except (MisconfigurationException, TypeError, ValueError) as error:
             raise ValueError(f"row {self.name!r}: {error}") from error
 
@@ -88,6 +97,24 @@ def parse_row(name: str) -> Row:
     row = Row(name, published.name, options)
     row.strategy(_DENSITY)
     return row
+
+
+#: How rows are called where a model is sharded inside of machines (HSDP), and the exchange is between them.
+_SHARDED = MappingProxyType({"ddp": "hsdp", "ddp-bf16": "hsdp-bf16", DEFAULT: "saf-hsdp"})
+
+
+def row_of(name: str) -> str:
+    """A row by either of its names, with options or without."""
+    names = {sharded: plain for plain, sharded in _SHARDED.items()}
+    system, bracket, options = name.partition("[")
+    return names.get(system, system) + bracket + options
+
+
+def sharded_names(text: str) -> str:
+    """A text about rows, with the names that they have where a model is sharded."""
+    for plain in sorted(_SHARDED, key=len, reverse=True):
+        text = re.sub(rf"\b(?<!-){plain}\b(?!-)", _SHARDED[plain], text)
+    return re.sub(r"\bDDP\b", "HSDP", text)
 
 
 class NoExchange(DDPStrategy):
@@ -108,5 +135,27 @@ class InStep(NoExchange):
         torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.root_device))
 
 
+class Apart(SAFusionModelParallelStrategy):
+    """Replicas of a sharded model that keep their own gradients."""
+
+    @override
+    def _attach(self, module: nn.Module) -> None:
+        from lightning_safusion.integration.sharded import set_hooks, sharded_roots
+
+        for _, root in sharded_roots(module):
+            set_hooks(root, lambda *_: None)
+
+
+class ApartInStep(Apart):
+    """The same with workers that exchange a single number at the end of every backward pass."""
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.root_device))
+
+
 #: Strategies of the rows that are no systems.
 REFERENCE_STRATEGIES = MappingProxyType({FLOOR: NoExchange, IN_STEP: InStep})
+#: The same for models that are sharded.
+SHARDED_REFERENCES = MappingProxyType({FLOOR: Apart, IN_STEP: ApartInStep})

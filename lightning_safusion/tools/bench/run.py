@@ -24,9 +24,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from lightning_safusion.comm.transport.torch_backend import end_groups_at_exit
+from lightning_safusion.integration.model_parallel import SAFusionModelParallelStrategy
 from lightning_safusion.integration.parameters import trainable
 from lightning_safusion.literal import literal
 from lightning_safusion.lookup import need
+from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import DEFAULT
 from lightning_safusion.tools.bench.forecast import Recorded, record
 from lightning_safusion.tools.bench.job import Job, JobOptions, parse_job
@@ -34,7 +36,16 @@ from lightning_safusion.tools.bench.launch import counted, interrupts, processes
 from lightning_safusion.tools.bench.meeting import Meeting
 from lightning_safusion.tools.bench.outcome import JobConditions, write
 from lightning_safusion.tools.bench.results import Turned
-from lightning_safusion.tools.bench.rows import FLOOR, IN_STEP, REFERENCE_STRATEGIES, YOURS, parse_row
+from lightning_safusion.tools.bench.rows import (
+    FLOOR,
+    IN_STEP,
+    REFERENCE_STRATEGIES,
+    SHARDED_REFERENCES,
+    YOURS,
+    parse_row,
+    row_of,
+    sharded_names,
+)
 from lightning_safusion.tools.bench.turns import Bench, TurnProgress
 from lightning_safusion.tools.team import die_with_parent
 
@@ -79,7 +90,9 @@ def run_bench(
     among the rows.
 
     Args:
-        systems: Names, separated by commas; "safusion systems" lists them. With options: "saf-pooled[wire=bf16]".
+        systems: Names, separated by commas; "safusion systems" lists them. With options: "saf-pooled[wire=bf16]". Where
+            SAFusionModelParallelStrategy shards the model inside of replicas "hsdp" and "hsdp-bf16" are all-reduces
+            between these, and "saf-hsdp" is the default system.
         config: File of LightningCLI: the job to measure. Several are separated by commas; later ones win.
         model: A LightningModule, package.module:Class.
         data: A LightningDataModule, package.module:Class.
@@ -138,7 +151,8 @@ def checked_rows(options: JobOptions) -> list[str]:
     for share in options.density:
         if not 0 < share <= 1:
             raise ValueError(f"density is a share in (0, 1], got {share:g}")
-    systems = options.systems or [row for row in ROWS if not options.density or "[density" not in row]
+    named = [row_of(row) for row in options.systems]
+    systems = named or [row for row in ROWS if not options.density or "[density" not in row]
     of_density = [f"{DEFAULT}[density={share:g}]" for share in options.density]
     rows = list(dict.fromkeys([*ALWAYS, *systems, *of_density]))
     for row in rows:
@@ -180,10 +194,13 @@ class _Run:
         with interrupts(self._interrupt):
             self.bench = Bench(self.job, self.meeting, options.keep_callbacks, options.seed, lambda: self.interrupted)
             self.job.trainer |= {name: arguments[name] for name in ("devices", "num_nodes") if name in arguments}
-            if self.job.strategy._ddp_comm_hook is not None or type(self.job.strategy) is not DDPStrategy:
+            user = self.job.strategy
+            if type(user) is not DDPStrategy or user._ddp_comm_hook is not None:
                 self.rows.insert(len(ALWAYS), YOURS)
                 self.results[YOURS] = _Turns()
                 self.learning.add(YOURS)
+            if self.job.sharded:
+                self._leave_out_hooks()
             if self.job.left_out:
                 self.console.print(literal(f"Left out of the benchmark: {', '.join(self.job.left_out)}."))
             try:
@@ -197,9 +214,26 @@ class _Run:
             failures = {row: each.failure for row, each in self.results.items() if each.failure is not None}
             count = sum(param.numel() for _, param in trainable(self.bench.module))
             job = type(self.bench.module).__name__
-            conditions = JobConditions(job, self.meeting.workers, self.nodes, self.meeting.device.type, count)
+            sizes = self.job.ddp_options.get("replicate_size") if self.job.sharded else None
+            replicas = self.nodes if sizes == "auto" else sizes
+            conditions = JobConditions(job, self.meeting.workers, self.nodes, self.meeting.device.type, count, replicas)
             write(conditions, turns, failures, recorded, self.job, Path(options.output), self.console)
         self.meeting.close()
+
+    def _leave_out_hooks(self) -> None:
+        """Leaves out the rows that sharded models do not have; nothing else may fail where groups are made once."""
+        for row in list(self.rows):
+            try:
+                if row not in (*REFERENCE_STRATEGIES, YOURS):
+                    self._strategy(row)
+            except MisconfigurationException as error:
+                self.results[row].failure = str(error)
+                if not self.options.systems:  # nobody has asked for it
+                    self.rows.remove(row)
+                    del self.results[row]
+
+    def _name(self, row: str) -> str:
+        return sharded_names(row) if self.job.sharded else row
 
     def _measure(self) -> Recorded | str:
         """Rounds, and the recording after the first; what was recorded, on the first process, or why nothing was."""
@@ -209,7 +243,7 @@ class _Run:
             for number in range(rounds):
                 first = number % len(self.rows)
                 for row in self.rows[first:] + self.rows[:first]:
-                    progress.begin(f"round {number + 1} of {rounds}: {row}")
+                    progress.begin(f"round {number + 1} of {rounds}: {self._name(row)}")
                     if not self._take_turn(row, progress):
                         return recorded
                 if number == 0:
@@ -236,9 +270,11 @@ class _Run:
         self.learning.discard(row)
         if told["reason"] is not None:
             self.results[row].failure = told["reason"]
-            self.meeting.regroup()
             if told["hopeless"]:
-                raise RuntimeError(f"DDP itself cannot train this job: {told['reason']}")
+                raise RuntimeError(f"{self._name('DDP')} itself cannot train this job: {told['reason']}")
+            if self.job.sharded:
+                return False  # the groups of its mesh would end with the default one
+            self.meeting.regroup()
         progress.end(told["seconds"])
         return not told["stopped"]
 
@@ -265,17 +301,18 @@ class _Run:
             return _FIRST if first else _SETTLING
         return self.options.warmup if first else _SETTLING
 
-    def _strategy(self, row: str) -> DDPStrategy:
-        """A new strategy of a row, with the user's options of DDP."""
-        options = self.job.ddp_options
+    def _strategy(self, row: str) -> Any:
+        """A new strategy of a row, with the user's options of DDP, or sizes of a mesh."""
+        options, sharded = self.job.ddp_options, self.job.sharded
         if row == YOURS:
             return copy.deepcopy(self.job.strategy)
-        if row == "ddp":
+        if row == "ddp" and not sharded:
             return DDPStrategy(**options)
         if row in REFERENCE_STRATEGIES:
-            return REFERENCE_STRATEGIES[row](**options)
+            return (SHARDED_REFERENCES if sharded else REFERENCE_STRATEGIES)[row](**options)
+        kind: Any = SAFusionModelParallelStrategy if sharded else SAFusionStrategy
         try:
-            return parse_row(row).strategy(None, **{"process_group_backend": None} | options)
+            return parse_row(row).made(kind, None, **{"process_group_backend": None} | options)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
 
@@ -302,6 +339,8 @@ class _Run:
         """Records the job: what was recorded, on the first process, or why nothing was; whether to stop. Collective."""
         if not self.options.calibrate:
             return "calibrate is false", False
+        if self.job.sharded:
+            return "traces are of models that are not sharded; see safusion plan --sharded", False
         progress.begin("trace and costs of the job")
         accumulated = self.job.trainer.get("accumulate_grad_batches") or 1
         place = (self.nodes, self.per_node)

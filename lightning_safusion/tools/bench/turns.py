@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
@@ -23,9 +23,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
+from lightning_safusion.integration.model_parallel import SAFusionModelParallelStrategy
+from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.integration.units import is_schedule_free
 from lightning_safusion.literal import literal
-from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.tools.bench.beginning import Beginning, begin_peak, give_back, nothing, peak
 from lightning_safusion.tools.bench.job import Job, keeps
 from lightning_safusion.tools.bench.meeting import Meeting, wait_for
@@ -102,7 +103,7 @@ class _Timing(Callback):
         tick: Callable[[], None],
     ) -> None:
         self.turned = Turned()
-        self.learned: dict[str, Any] | None = None
+        self.learned: Any = None
         self.stopped = False
         self._meeting, self._beginning = meeting, beginning
         self._warmup, self._wanted, self._most = warmup, steps, warmup + _TRIAL
@@ -123,7 +124,7 @@ class _Timing(Callback):
         names = [type(each).__name__ for each in trainer.optimizers]
         free = [is_schedule_free(each) for each in trainer.optimizers]
         self.turned.optimizers = [f"schedule-free {n}" if f else n for n, f in zip(names, free, strict=True)]
-        if isinstance(trainer.strategy, SAFusionStrategy):
+        if isinstance(trainer.strategy, EngineReadings):
             self.turned.cautions = list(trainer.strategy.cautions)
             self.turned.density = trainer.strategy.settings.density.lasting()
             trainer.strategy.settings.density.opens = False  # later steps are judged
@@ -156,7 +157,8 @@ class _Timing(Callback):
             return
         self._global_step = trainer.global_step
         self._done += 1
-        if self._warmup <= self._done < self._most and not self.turned.steps and _on_trial(trainer):
+        waits = self._warmup <= self._done < self._most and not self.turned.steps
+        if waits and self._meeting.any(_on_trial(trainer)):
             self._warmup = self._done + 1
         if self._done > self._warmup:
             self.turned.steps.append(self._step)
@@ -171,7 +173,7 @@ class _Timing(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.turned.peak_bytes = peak(self._meeting.device)
-        if isinstance(trainer.strategy, SAFusionStrategy):
+        if isinstance(trainer.strategy, EngineReadings):
             self.turned.figures = trainer.strategy.figures()
             plan = trainer.strategy.plan
             self.turned.plan = plan.to_list() if plan is not None else None
@@ -189,8 +191,8 @@ def _samples_of(batch: Any) -> int | None:
 
 
 def _on_trial(trainer: Trainer) -> bool:
-    """Whether the strategy tries a plan out, which may go again; the same on all processes."""
-    engine = trainer.strategy.engine if isinstance(trainer.strategy, SAFusionStrategy) else None
+    """Whether the strategy tries a plan out, which may go again; the same on all replicas of a shard."""
+    engine = trainer.strategy.engine if isinstance(trainer.strategy, EngineReadings) else None
     return engine is not None and engine.planner.on_trial
 
 
@@ -212,7 +214,8 @@ class Bench:
         self._job, self._meeting, self._seed, self._stops = job, meeting, seed, stops
         self._beginning = Beginning(self.module, self.data)
         self._folder = tempfile.mkdtemp(prefix="safusion-bench-")
-        self._learned: dict[str, Mapping[str, Any]] = {}
+        self._learned: dict[str, Any] = {}
+        self._mesh: Any = None
         configure = self.module.configure_callbacks
 
         def kept() -> list[Callback]:
@@ -225,7 +228,7 @@ class Bench:
     def turn(
         self,
         row: str,
-        strategy: DDPStrategy,
+        strategy: Strategy,
         warmup: int,
         steps: int,
         tick: Callable[[], None],
@@ -246,8 +249,10 @@ class Bench:
         device = self._meeting.device
         give_back(device)
         begin_peak(device)
-        if isinstance(strategy, SAFusionStrategy) and row in self._learned:
+        if isinstance(strategy, EngineReadings) and row in self._learned:
             strategy.begin_with(self._learned[row])
+        if isinstance(strategy, SAFusionModelParallelStrategy):
+            strategy._device_mesh = self._mesh  # the model lies on that of the first turn
         timing = _Timing(self._meeting, self._beginning, warmup, steps, self._stops, tick)
         callbacks = [*copy.deepcopy(self._job.callbacks), *more, timing]
         arguments = dict(self._job.trainer)
@@ -256,12 +261,16 @@ class Bench:
         try:
             self._fit(strategy, callbacks, arguments)
         finally:
+            if isinstance(strategy, SAFusionModelParallelStrategy):
+                self._mesh = strategy._device_mesh
+                for each in strategy.attached:
+                    each.close()
             self._forget()
         if timing.learned is not None:
             self._learned[row] = timing.learned
         return timing
 
-    def _fit(self, strategy: DDPStrategy, callbacks: list[Callback], arguments: Mapping[str, Any]) -> None:
+    def _fit(self, strategy: Strategy, callbacks: list[Callback], arguments: Mapping[str, Any]) -> None:
         # the same batches, and the same noise of dropout, in every turn
         seed = self._seed + self._meeting.rank
         random.seed(seed)

@@ -209,19 +209,23 @@ def _ms(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def best_strategy(verdict: Verdict, options: Mapping[str, Any], failed: bool = False) -> dict[str, Any] | None:
+def best_strategy(
+    verdict: Verdict, options: Mapping[str, Any], failed: bool = False, sharded: bool = False
+) -> dict[str, Any] | None:
     """The strategy of a verdict as LightningCLI writes it; None where the user's own stays.
 
     Args:
         verdict: The answer.
-        options: Of DDPStrategy, from the user's own.
+        options: Of DDPStrategy, or the sizes of a mesh, from the user's own.
         failed: The user's own has failed.
+        sharded: The model is sharded inside of replicas.
     """
     if verdict.row == verdict.baseline and not failed:
         return None
-    row = parse_row(verdict.row) if verdict.row != "ddp" else None
     plain = {name: value for name, value in options.items() if isinstance(value, str | int | float | bool)}
-    if row is None:
+    if verdict.row == "ddp" and not sharded:
         return {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": plain}
+    row = parse_row(verdict.row)
     arguments = {} if row.system == DEFAULT else {"system": row.system}
-    return {"class_path": "lightning_safusion.SAFusionStrategy", "init_args": {**arguments, **row.options, **plain}}
+    kind = "SAFusionModelParallelStrategy" if sharded else "SAFusionStrategy"
+    return {"class_path": f"lightning_safusion.{kind}", "init_args": {**arguments, **row.options, **plain}}

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_safusion import SAFusionStrategy
@@ -53,6 +54,14 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=1e-3)
+
+
+class ShardedNet(Net):
+    """The same, sharded inside of replicas."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self.net, mesh=self.device_mesh["shard"])
 
 
 class FailsOnOne(Net):

@@ -254,6 +254,21 @@ def test_the_strategy_of_the_user_is_a_row(tmp_path: Path) -> None:
         assert yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())["trainer"]["strategy"] == mine
 
 
+@pytest.mark.slow
+def test_a_sharded_model_has_rows_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    mine = {"class_path": "lightning_safusion.SAFusionModelParallelStrategy", "init_args": {"replicate_size": 2}}
+    path = config(tmp_path, model="ShardedNet", strategy=mine, devices=4, callbacks=[])
+    sparse = "saf-hsdp[density=0.1,collective=allgather]"
+    bench(tmp_path, config=[path], workers=4, rounds=1, systems=("hsdp-bf16", "powersgd", sparse))
+    content = results(tmp_path)
+    names = ["no-exchange", "barrier", "hsdp", "hsdp-bf16", sparse, "yours"]
+    assert [row["system"] for row in content["systems"]] == names
+    assert "a sharded model has none" in content["left_out"]["powersgd"]
+    (sent,) = [row["bytes_sent"] for row in content["systems"] if row["system"] == sparse]
+    assert 0 < sent < 0.3 * 4 * content["parameters"] / 2
+    assert "hsdp" in capfd.readouterr().out
+
+
 def test_a_file_with_the_section_fit_and_classes_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"fit": {"trainer": {"max_steps": 5}, "model": {"width": 12}, "ckpt_path": None}}))
@@ -370,7 +385,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, options: dict[str, Any],
 
 
 def test_other_strategies_than_ddp_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="only jobs of DDP and SAFusionStrategy are compared"):
+    with pytest.raises(RuntimeError, match="only jobs of DDP, SAFusionStrategy and SAFusionModelParallelStrategy"):
         bench(tmp_path, config=[config(tmp_path, strategy="fsdp")])
 
 
