@@ -71,9 +71,11 @@ class Cluster:
         seed: Of the jitter.
         measured: ``"allgather"`` by the bytes of a message and ``"allreduce"`` by those of the buffer, in place of the
             formulas.
+        shards: Shards of a model, which as many workers of a node have. The workers that are counted here have the same
+            shard; those of all shards exchange at once, and share the cards. None: models are whole.
 
     Raises:
-        ValueError: If there is no worker, or the jitter is negative.
+        ValueError: If there is no worker or no shard, or the jitter is negative.
     """
 
     nodes: int
@@ -84,10 +86,13 @@ class Cluster:
     jitter: float = 0.0
     seed: int = 0
     measured: Mapping[str, CollectiveTimes] = field(default_factory=dict)
+    shards: int | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
             raise ValueError(f"a cluster needs nodes and GPUs, got {self.nodes} nodes of {self.gpus_per_node} GPUs")
+        if self.sharing < 1:
+            raise ValueError(f"a sharded model has shards, got {self.shards}")
         if self.jitter < 0:
             raise ValueError(f"jitter must not be negative, got {self.jitter}")
 
@@ -122,6 +127,16 @@ class Cluster:
     def workers(self) -> int:
         """Workers (n)."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def sharing(self) -> int:
+        """Groups of workers with the same shard, which share a card; one where models are whole."""
+        return 1 if self.shards is None else self.shards
+
+    @property
+    def share(self) -> Link:
+        """What one of these groups has of the card."""
+        return replace(self.inter, beta=self.sharing * self.inter.beta)
 
     def allreduce(self, nbytes: float) -> CollectiveCost:
         """Dense all-reduce of a buffer of ``nbytes`` by recursive halving and doubling."""
@@ -200,8 +215,8 @@ class Cluster:
             inside = CollectiveCost(seconds, volume)
         if self.nodes == 1:
             return inside
-        seconds = self.inter.launch + rounds * self.inter.alpha + outside * self.inter.beta
-        return inside + CollectiveCost(seconds, outside / g, outside)
+        seconds = self.inter.launch + rounds * self.inter.alpha + outside * self.share.beta
+        return inside + CollectiveCost(seconds, outside / g, outside * self.sharing)
 
     def _flat(self, rounds: int, received: float, entering: float) -> CollectiveCost:
         """A collective of all workers: messages in sequence, bytes that a worker receives, bytes that enter a node."""
@@ -210,8 +225,9 @@ class Cluster:
         if self.nodes == 1:
             link, passing, entering = self.intra, received, 0.0
         else:
-            link, passing = self.inter, entering
-        return CollectiveCost(link.launch + rounds * link.alpha + passing * link.beta, received, entering)
+            link, passing = self.share, entering
+        seconds = link.launch + rounds * link.alpha + passing * link.beta
+        return CollectiveCost(seconds, received, entering * self.sharing)
 
     def _timed(self, collective: str, nbytes: float, formula: CollectiveCost) -> CollectiveCost:
         if collective not in self.measured:

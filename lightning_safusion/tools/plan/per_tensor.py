@@ -59,7 +59,7 @@ def hipress(job: Job) -> Schedule:
 def _primitives(job: Job) -> tuple[LinearCost, LinearCost, LinearCost]:
     """The way to a server, encoding and decoding of HiPress with the cluster's numbers, per fp32 element."""
     cluster = job.cluster
-    link, sharing = (cluster.inter, cluster.gpus_per_node) if cluster.nodes > 1 else (cluster.intra, 1)
+    link, sharing = (cluster.share, cluster.gpus_per_node) if cluster.nodes > 1 else (cluster.intra, 1)
     element = 4.0 * link.beta * sharing
     rounds, others = (cluster.workers - 1).bit_length(), cluster.workers - 1
     server = LinearCost(link.launch + rounds * link.alpha, others * element)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lightning_safusion.comm.cost import LINKS, Link
-from lightning_safusion.tools.plan.cluster import Cluster, resolve_link
+from lightning_safusion.tools.plan.cluster import Cluster, CollectiveCost, resolve_link
 
 LINK = Link(alpha=1e-3, beta=1e-9, launch=1e-2)
 INSIDE = Link(alpha=1e-5, beta=1e-11, launch=1e-4)
@@ -83,6 +85,24 @@ def test_one_worker_exchanges_nothing() -> None:
         assert (cost.seconds, cost.nbytes, cost.node_bytes) == (0, 0, 0)
 
 
+def test_groups_with_different_shards_share_the_card() -> None:
+    group = Cluster(4, 1, LINK, INSIDE, shards=8)
+    alone = Cluster(4, 1, replace(LINK, beta=8 * LINK.beta), INSIDE)
+    collectives: tuple[Callable[[Cluster], CollectiveCost], ...] = (
+        lambda cluster: cluster.allreduce(D),
+        lambda cluster: cluster.reduce_scatter(D),
+        lambda cluster: cluster.allgather(S),
+        lambda cluster: cluster.gtopk(S),
+        lambda cluster: cluster.oktopk(S),
+        lambda cluster: cluster.sharded(S, S),
+        lambda cluster: cluster.hierarchical(S, D),
+        lambda cluster: cluster.hierarchical_sharded(S, S, D),
+    )
+    for cost in collectives:
+        expected = cost(alone)
+        assert cost(group) == replace(expected, node_bytes=8 * expected.node_bytes)
+
+
 def test_links_by_name_and_by_rate() -> None:
     assert resolve_link("25gbit") is LINKS["25gbit"]
     assert resolve_link("200Gbit") is LINKS["200gbit-rdma"]
@@ -100,7 +120,10 @@ def test_other_bandwidths_are_refused(name: str) -> None:
         resolve_link(name)
 
 
-@pytest.mark.parametrize("arguments", [{"nodes": 0}, {"nodes": 2, "gpus_per_node": 0}, {"nodes": 2, "jitter": -0.1}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"nodes": 0}, {"nodes": 2, "gpus_per_node": 0}, {"nodes": 2, "shards": 0}, {"nodes": 2, "jitter": -0.1}],
+)
 def test_impossible_clusters_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="nodes|jitter"):
+    with pytest.raises(ValueError, match="nodes|shards|jitter"):
         Cluster(**arguments)
