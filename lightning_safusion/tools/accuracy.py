@@ -89,17 +89,20 @@ def _kind(optimizer: str) -> str:
     return next((name for name in _MEASURED if name.lower() == given), optimizer)
 
 
-def faster_row(system: str, time: str) -> str:
+def faster_row(system: str, time: str, known_as: str | None = None, dense: str = "DDP") -> str:
     """Says of a row that is faster than the recommended one how long its step takes, and why it is not taken.
 
     Args:
         system: As it is written.
         time: Of its step, in words.
+        known_as: The system that has the same gradients, where that has another name.
+        dense: Whose gradients dense rows have.
     """
-    row = SYSTEMS.get(system)
-    if system not in _HOOKS and row is not None and not row.sparse:
-        return f"{system} is faster ({time}), with the gradients of DDP: try it first."
-    known = f"{_HOOKS[system]} ({_SOURCE})" if system in _HOOKS else "its accuracy is not known"
+    name = known_as or system
+    row = SYSTEMS.get(name)
+    if name not in _HOOKS and row is not None and not row.sparse:
+        return f"{system} is faster ({time}), with the gradients of {dense}: try it first."
+    known = f"{_HOOKS[name]} ({_SOURCE})" if name in _HOOKS else "its accuracy is not known"
     return f"{system} is faster ({time}), and not recommended: {known}."
 
 

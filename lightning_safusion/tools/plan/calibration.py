@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
@@ -108,6 +108,30 @@ class Calibration:
         if self.select is not None:
             return self.workers, 1
         return (self.nodes, self.per_node) if self.nodes is not None and self.per_node is not None else None
+
+    @property
+    def machines(self) -> tuple[int, int]:
+        """Machines, two or more, and workers on each.
+
+        Raises:
+            ValueError: If there was one, or the file does not say how many.
+        """
+        if self.nodes is None or self.per_node is None:
+            unsaid = f"calibration: it does not say on how many machines its {self.workers} workers were"
+            raise ValueError(f"{unsaid}; {_REMEDY}")
+        if self.nodes == 1:
+            raise ValueError(
+                f"calibration: its {self.workers} workers were on one machine, so that no link between machines was "
+                "measured; give --bandwidth in place of --calibration"
+            )
+        return self.nodes, self.per_node
+
+    @property
+    def card(self) -> Link:
+        """The link of one machine, which each message from another one enters once; :attr:`machines` says what is
+        refused."""
+        _, inside = self.machines
+        return replace(self.link, beta=self.link.beta * (self.workers - 1) / (self.workers - inside))
 
     @property
     def link(self) -> Link:

@@ -9,22 +9,13 @@ from json import dumps
 from math import inf
 from typing import Any
 
-from lightning_safusion.systems import DEFAULT, SYSTEMS
 from lightning_safusion.tools.accuracy import faster_row, known_accuracy
 from lightning_safusion.tools.plan.cluster import resolve_link
 from lightning_safusion.tools.plan.job import Job
-from lightning_safusion.tools.plan.rows import simulated_row
+from lightning_safusion.tools.plan.models import WHOLE, Models, models_of
+from lightning_safusion.tools.plan.rows import SHARDED_ROWS, simulated_row
 from lightning_safusion.tools.plan.systems import is_counted, run_system
 
-#: All systems are compared with this dense exchange, which needs no other package.
-BASELINE = "ddp-bf16"
-#: Rows that are compared where none are named: all systems, and exchanges that no system has of its own.
-COMPARED: tuple[str, ...] = (
-    *SYSTEMS,
-    "safusion[collective=hierarchical]",
-    "saf-pooled[collective=sharded]",
-    "saf-pooled[collective=hierarchical-sharded]",
-)
 #: Gbit/s between which the end of compression's gain is looked for.
 RATES = (0.1, 1600.0)
 _HALVINGS = 8
@@ -35,8 +26,8 @@ _WORTH = 0.02
 @dataclass(frozen=True)
 class PlanRow:
     """One row on one cluster, as files have it: the system as it is written, with its options; seconds and bytes of its
-    :class:`~lightning_safusion.tools.plan.schedule.Iteration`, the speed-up over DDP in bf16, and whether the work of
-    the device was counted (or measured, on processors); else its time is an order of magnitude."""
+    :class:`~lightning_safusion.tools.plan.schedule.Iteration`, the speed-up over the dense exchange in bf16, and
+    whether the work of the device was counted (or measured, on processors); else its time is an order of magnitude."""
 
     system: str
     iteration_s: float
@@ -59,11 +50,12 @@ def plan_table(job: Job, systems: Sequence[str]) -> list[PlanRow]:
         systems: Systems, with options as :func:`~lightning_safusion.tools.plan.rows.simulated_row` reads them.
 
     Raises:
-        ValueError: If there is no such row; nothing was simulated then.
+        ValueError: If there is no such row, or none of such a job; nothing was simulated then.
     """
-    names = [simulated_row(name).name for name in systems]
-    results = {name: run_system(name, job) for name in dict.fromkeys([BASELINE, *names])}
-    baseline = results[BASELINE].seconds
+    models = models_of(job)
+    names = [models.row(name).name for name in systems]
+    results = {name: run_system(name, job) for name in dict.fromkeys([models.baseline, *names])}
+    baseline = results[models.baseline].seconds
     rows = []
     for name in names:
         run = results[name]
@@ -73,18 +65,19 @@ def plan_table(job: Job, systems: Sequence[str]) -> list[PlanRow]:
     return rows
 
 
-def _sparse(rows: Sequence[PlanRow]) -> list[PlanRow]:
+def sparse_rows(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """Those that send less than all of every gradient."""
     return [row for row in rows if simulated_row(row.system).sparse]
 
 
 def best_sparse(rows: Sequence[PlanRow]) -> PlanRow | None:
-    """The fastest sparse row that loses no gradients, if it is worth the change from DDP in bf16."""
-    able = [row for row in _sparse(rows) if simulated_row(row.system).conserves]
+    """The fastest sparse row that loses no gradients, if it is worth the change from the dense exchange in bf16."""
+    able = [row for row in sparse_rows(rows) if simulated_row(row.system).conserves]
     best = min(able, key=lambda row: row.iteration_s, default=None)
     return best if best is not None and best.speedup > 1 + _WORTH else None
 
 
-def break_even(job: Job, system: str, baseline: str = BASELINE) -> float:
+def break_even(job: Job, system: str, baseline: str = WHOLE.baseline) -> float:
     """Gbit/s of a node's network card from which a system is no faster than another one: 0 or infinity where that holds
     at every rate that there is, or at none."""
     low, high = RATES
@@ -110,44 +103,51 @@ def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
         rows: Of :func:`plan_table`; a sparse one is among them.
         job: Theirs.
     """
-    best = best_sparse(rows) or min(_sparse(rows), key=lambda row: row.iteration_s)
-    rate = break_even(job, best.system)
+    best = best_sparse(rows) or min(sparse_rows(rows), key=lambda row: row.iteration_s)
+    models = models_of(job)
+    rate, dense = break_even(job, best.system, models.baseline), f"{models.dense} in bf16"
     system, work = repr(best.system), f"selection and decoding take {best.device_s * 1e3:.1f} ms of every step"
     if rate == 0:
-        return f"Do not compress this job: at no bandwidth is {system}, whose {work}, faster than DDP in bf16."
+        return f"Do not compress this job: at no bandwidth is {system}, whose {work}, faster than {dense}."
     if rate == inf:
         return f"Compression pays at every bandwidth up to {RATES[1]:g} Gbit/s, with {system}, whose {work}."
     shown = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
-    return f"From about {shown} Gbit/s on, DDP in bf16 is as fast as {system}, whose {work}: do not compress there."
+    return f"From about {shown} Gbit/s on, {dense} is as fast as {system}, whose {work}: do not compress there."
 
 
-def recommend(rows: Sequence[PlanRow], density: float, optimizer: str, workers: int = 2) -> tuple[list[str], str]:
+def recommend(
+    rows: Sequence[PlanRow], density: float, optimizer: str, workers: int = 2, models: Models = WHOLE
+) -> tuple[list[str], str]:
     """Sentences that recommend a system, and say which are faster; its settings for LightningCLI. None where there was
-    nothing to compare.
+    nothing to compare, or no strategy of this package is better.
 
     Args:
         rows: Of :func:`plan_table`.
         density: Share of the elements that sparse rows without one of their own send.
         optimizer: Name of its class.
-        workers: That train.
+        workers: That exchange gradients with each other.
+        models: Theirs.
     """
-    best = best_sparse(rows)
-    lines = ["trainer:", "  strategy:", "    class_path: lightning_safusion.SAFusionStrategy", "    init_args:"]
-    if not _sparse(rows):
-        return [f"No sparse system was compared: add {DEFAULT!r} to the systems."], ""
+    best, dense = best_sparse(rows), models.dense
+    lines = ["trainer:", "  strategy:", f"    class_path: {models.strategy}", "    init_args:"]
+    if not sparse_rows(rows):
+        return [f"No sparse system was compared: add {models.default!r} to the systems."], ""
     if best is None:
-        verdict = "Dense DDP is the better choice here: no sparse system is faster than DDP in bf16 by more than 2 %."
-        return [verdict], "\n".join([*lines, f"      system: {BASELINE}"]) + "\n"
+        better = f"Dense {dense} is the better choice here"
+        verdict = f"{better}: no sparse system is faster than {dense} in bf16 by more than 2 %."
+        if models.instead is not None:
+            return [f"{verdict} {models.instead}"], ""
+        return [verdict], "\n".join([*lines, f"      system: {models.baseline}"]) + "\n"
     verdict = (
         f"{best.system!r} takes {best.iteration_s * 1e3:.1f} ms per iteration, "
-        f"{best.speedup:.2f} times as fast as DDP in bf16; {best.exposed_s * 1e3:.1f} ms are exposed."
+        f"{best.speedup:.2f} times as fast as {dense} in bf16; {best.exposed_s * 1e3:.1f} ms are exposed."
     )
     row = simulated_row(best.system)
     arguments: dict[str, Any] = {"system": row.parts.system.name, "density": density, **row.options}
     lines += [f"      {name}: {value if isinstance(value, str) else dumps(value)}" for name, value in arguments.items()]
-    accuracy = known_accuracy(row.known_as, arguments["density"], [optimizer], workers=workers)
+    accuracy = known_accuracy(row.known_as, arguments["density"], [optimizer], models.cautions, workers)
     others = [
-        faster_row(each.system, f"{each.iteration_s * 1e3:.1f} ms")
+        faster_row(each.system, f"{each.iteration_s * 1e3:.1f} ms", SHARDED_ROWS.get(each.system), dense)
         for each in rows
         if each.iteration_s * (1 + _WORTH) < best.iteration_s
     ]
@@ -177,7 +177,7 @@ def sweep_table(job: Job, systems: Sequence[str], over: Mapping[str, Sequence[An
             cluster = replace(cluster, inter=resolve_link(str(point["bandwidth"])))
         head = {
             "nodes": cluster.nodes,
-            "workers": cluster.workers,
+            "workers": cluster.workers * cluster.sharing,
             "gbit": cluster.inter.card_gbit,
             "density": density,
             **({"bandwidth": point["bandwidth"]} if "bandwidth" in point else {}),

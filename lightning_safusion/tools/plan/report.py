@@ -15,21 +15,22 @@ from rich.table import Table
 from lightning_safusion.literal import literal
 from lightning_safusion.lookup import check_name, need
 from lightning_safusion.notation import split
+from lightning_safusion.profiling.trace import Trace
 from lightning_safusion.tools.accuracy import default_density
 from lightning_safusion.tools.plan.calibration import Calibration
 from lightning_safusion.tools.plan.cluster import Cluster, resolve_link
 from lightning_safusion.tools.plan.comparison import (
-    BASELINE,
-    COMPARED,
     PlanRow,
     best_sparse,
     plan_table,
     recommend,
+    sparse_rows,
     sweep_table,
     when_to_compress,
 )
 from lightning_safusion.tools.plan.device import resolve_device
 from lightning_safusion.tools.plan.job import Job
+from lightning_safusion.tools.plan.models import SHARDED, WHOLE, Models, models_of, sharded_job
 from lightning_safusion.tools.plan.rows import simulated_row
 from lightning_safusion.tools.plan.traces import resolve_trace
 from lightning_safusion.tools.tables import RowName, plain_table
@@ -60,6 +61,7 @@ def run_plan(
     trace: str = "bert-large",
     nodes: int | None = None,
     gpus_per_node: int | None = None,
+    sharded: bool = False,
     bandwidth: str = "25gbit",
     optimizer: str = "AdamW",
     density: float | None = None,
@@ -78,6 +80,10 @@ def run_plan(
         trace: Name of a trace that comes with the package, or the path of a JSON file.
         nodes: Nodes of the cluster; by default those of the calibration, or 8.
         gpus_per_node: Workers in each node, which share its network card; by default those of the calibration, or 8.
+        sharded: The workers of a node have a shard of the model each, by FSDP2, and nodes have replicas
+            (SAFusionModelParallelStrategy): rows are "hsdp" and "hsdp-bf16", FSDP2's own exchange between nodes;
+            "saf-hsdp", the default system; and systems of the engine. What FSDP2 exchanges inside of a node counts as
+            part of the times of the trace.
         bandwidth: Of one node's network card, such as 25gbit.
         optimizer: Class of the job's optimizer, such as AdamW or SGD ("schedule-free" for those of schedulefree):
             decides the density, and what is said about accuracy.
@@ -88,11 +94,11 @@ def run_plan(
         device: "a100", "h100", or the JSON file that "python -m lab gpu" has written on one: the speeds by which the
             counted work of selecting, packing and decoding becomes seconds. By default that of the calibration, or
             "a100".
-        jitter: Relative standard deviation of computing times between workers; by default that of the calibration, or
-            none.
+        jitter: Relative standard deviation of computing times between workers (between nodes, with sharded); by default
+            that of the calibration, or none.
         seed: Of the jitter.
         calibration: JSON file of "safusion bench": its costs replace bandwidth, entry_bytes, and device where it was
-            made on CPUs.
+            made on CPUs. With sharded it must be of two machines or more.
         systems: Systems to compare, separated by commas, with options as in "ddp,saf-pooled[wire=q2,density=0.1]"; all
             by default. Options are the arguments of SAFusionStrategy that change a prediction: density, compressor,
             fusion, scope, quota, collective, wire, dense_below, offload, select_by.
@@ -103,13 +109,15 @@ def run_plan(
     Raises:
         ModuleNotFoundError: If pictures need matplotlib; names the extra that brings it.
         ValueError: If a name or an option is unknown, the strategy would refuse a row, a number makes no sense, or the
-            calibration does not say on how many nodes its workers were and no option does.
+            calibration does not say on how many nodes its workers were and no option does; with sharded, if a row
+            cannot exchange shards, or the calibration is of one machine.
     """
-    names = _names(systems)
+    models = SHARDED if sharded else WHOLE
+    names = _names(systems, models)
     job_trace = resolve_trace(trace)
     density = default_density(optimizer) if density is None else density
     costs = Calibration.load(calibration) if calibration is not None else None
-    nodes, gpus_per_node, origin = _placed(nodes, gpus_per_node, costs, calibration)
+    nodes, gpus_per_node, origin = _placed(nodes, gpus_per_node, costs, calibration, sharded)
     found = resolve_device(device or (costs.device if costs is not None else None) or _DEVICE)
     if costs is not None:
         cluster = Cluster.calibrated(costs, nodes, gpus_per_node, jitter, seed, found)
@@ -117,20 +125,24 @@ def run_plan(
     else:
         cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), device=found, jitter=jitter or 0.0, seed=seed)
     job = Job(job_trace, cluster, density, entry_bytes)
+    job = sharded_job(job, costs) if sharded else job
     over = parse_sweep(sweep) if sweep else {}
     if output is not None:
         need("matplotlib", "plot")
     rows = plan_table(job, names)
     console = Console()
-    console.print(_plan_table(rows, job, f"{origin} at {bandwidth}"))
-    console.print(literal(f"Times of the trace: {job_trace.source or 'not stated'}. Predictions, not measurements."))
+    console.print(_plan_table(rows, job, job_trace, f"{origin} at {bandwidth}"))
+    inside = " What FSDP2 exchanges inside of nodes counts as part of them." if sharded else ""
+    times = f"Times of the trace: {job_trace.source or 'not stated'}.{inside} Predictions, not measurements."
+    console.print(literal(times))
     if costs is not None:
-        each = "" if costs.select is None else " Each worker counts as a node: these are costs between two workers."
+        apart = costs.select is not None and not sharded
+        each = " Each worker counts as a node: these are costs between two workers." if apart else ""
         console.print(literal(f"Costs: {costs.source}.{each}"))
     if costs is None or costs.select is None:
         console.print(literal(f"Device: {cluster.device.described}; its work is counted.{_guessed(device, costs)}"))
-    sentences, settings = recommend(rows, density, optimizer, cluster.workers)
-    if costs is None and settings:
+    sentences, settings = recommend(rows, density, optimizer, job.cluster.workers, models)
+    if costs is None and sparse_rows(rows):
         sentences.insert(1, when_to_compress(rows, job))
     for sentence in sentences:
         console.print(literal(sentence))
@@ -138,14 +150,14 @@ def run_plan(
         console.print(settings, markup=False, highlight=False)
     records = sweep_table(job, names, over=over) if over else []
     if records:
-        console.print(_sweep_table(records, list(over)))
+        console.print(_sweep_table(records, list(over), models))
     if output is not None:
         folder = Path(output)
         folder.mkdir(parents=True, exist_ok=True)
         if settings:
             (folder / "settings.yaml").write_text(settings, encoding="utf-8")
         _write_records([asdict(row) for row in rows], folder / "plan")
-        plot_table(rows).savefig(folder / "plan.png", dpi=120)
+        plot_table(rows, models.dense).savefig(folder / "plan.png", dpi=120)
         if records:
             _write_records(records, folder / "sweep")
         if len(over) == 1:
@@ -153,19 +165,21 @@ def run_plan(
         console.print(literal(f"written to {output}"))
 
 
-def _names(systems: str | list[str] | None) -> list[str]:
+def _names(systems: str | list[str] | None, models: Models) -> list[str]:
     """The rows that are meant; refuses wrong ones before any work."""
-    names = split(systems) if isinstance(systems, str) else list(COMPARED if systems is None else systems)
+    names = split(systems) if isinstance(systems, str) else list(models.compared if systems is None else systems)
     for name in names:
-        simulated_row(name)
+        models.row(name)
     return names
 
 
 def _placed(
-    nodes: int | None, gpus_per_node: int | None, costs: Calibration | None, file: str | None
+    nodes: int | None, gpus_per_node: int | None, costs: Calibration | None, file: str | None, sharded: bool
 ) -> tuple[int, int, str]:
     """Nodes and workers on each, as given or else those of the calibration; and which of them are the calibration's."""
-    known: tuple[int, int] | None = (_NODES, _PER_NODE) if costs is None else costs.placed
+    known: tuple[int, int] | None = (_NODES, _PER_NODE)
+    if costs is not None:
+        known = costs.machines if sharded else costs.placed
     if known is None and costs is not None and None in (nodes, gpus_per_node):
         where = f"{file} does not say on how many nodes its {costs.workers} workers were"
         raise ValueError(f"{where}: give --nodes and --gpus-per-node")
@@ -199,17 +213,21 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
     return over
 
 
-def _plan_table(rows: Sequence[PlanRow], job: Job, hardware: str) -> Table:
-    """All systems, fastest first; ``hardware``: where the number of workers is from, and the rate of their links."""
-    trace, cluster = job.trace, job.cluster
+def _plan_table(rows: Sequence[PlanRow], job: Job, trace: Trace, hardware: str) -> Table:
+    """All systems, fastest first; ``trace``: of the whole model; ``hardware``: where the number of workers is from, and
+    the rate of their links."""
+    cluster, models = job.cluster, models_of(job)
+    workers = f"{cluster.nodes} x {cluster.gpus_per_node * cluster.sharing} workers{hardware}"
+    sharded = "sharded inside of nodes; " if models is SHARDED else ""
     title = (
         f"{trace.name}: {sum(trace.numels) / 1e6:.1f} M parameters in {len(trace.tensors)} tensors, "
-        f"{trace.seconds * 1e3:.0f} ms alone; {cluster.nodes} x {cluster.gpus_per_node} workers{hardware}; "
-        f"density {job.density:g}"
+        f"{trace.seconds * 1e3:.0f} ms alone; {workers}; "
+        f"{sharded}density {job.density:g}"
     )
     caption = (
         "device: ms that selecting, packing and decoding take of a worker, ~ as an order of magnitude; MB that a "
-        "worker and a node receive; collectives started; over bf16: times as fast as DDP in bf16"
+        "worker and a node receive; collectives started; over bf16: times as fast as "
+        f"{models.dense} in bf16"
     )
     headings = ("ms", "exposed", "device", "MB", "node\nMB", "calls", "over\nbf16")
     table = plain_table(literal(title, "table.title"), caption, "system", headings)
@@ -225,7 +243,7 @@ def _plan_table(rows: Sequence[PlanRow], job: Job, hardware: str) -> Table:
     return table
 
 
-def _sweep_table(records: Sequence[dict[str, Any]], names: Sequence[str]) -> Table:
+def _sweep_table(records: Sequence[dict[str, Any]], names: Sequence[str], models: Models) -> Table:
     """The recommended system of every combination."""
     points: dict[tuple[float, ...], list[dict[str, Any]]] = {}
     for record in records:
@@ -233,12 +251,12 @@ def _sweep_table(records: Sequence[dict[str, Any]], names: Sequence[str]) -> Tab
     table = Table(title="recommended system")
     for name in names:
         table.add_column(_AXES[name][1], justify="right")
-    for heading in ("system", "ms", "over bf16 DDP"):
+    for heading in ("system", "ms", f"over bf16 {models.dense}"):
         table.add_column(heading)
     for point, group in points.items():
         rows = [PlanRow(**{each.name: record[each.name] for each in fields(PlanRow)}) for record in group]
         best = best_sparse(rows)
-        name, speedup = (BASELINE, 1.0) if best is None else (best.system, best.speedup)
+        name, speedup = (models.baseline, 1.0) if best is None else (best.system, best.speedup)
         seconds = rows[0].iteration_s * rows[0].speedup / speedup
         table.add_row(*(f"{value:g}" for value in point), RowName(name), f"{seconds * 1e3:.1f}", f"{speedup:.2f}")
     return table
@@ -252,8 +270,9 @@ def _write_records(records: Sequence[Mapping[str, Any]], stem: Path) -> None:
         writer.writerows(records)
 
 
-def plot_table(rows: Sequence[PlanRow]) -> Figure:
-    """Bars of all systems of one cluster, fastest on top: the trace alone, and the exposed time."""
+def plot_table(rows: Sequence[PlanRow], dense: str = WHOLE.dense) -> Figure:
+    """Bars of all systems of one cluster, fastest on top: the trace alone, and the exposed time; ``dense``: what they
+    are compared with, in bf16."""
     ordered = sorted(rows, key=lambda row: -row.iteration_s)
     names = ["\n".join(RowName(row.system).lines(_LABEL)) for row in ordered]
     figure, ax = _new_figure(1.2 + 0.26 * sum(name.count("\n") + 1 for name in names))
@@ -263,7 +282,7 @@ def plot_table(rows: Sequence[PlanRow]) -> Figure:
     for place, row in enumerate(ordered):
         ax.annotate(f" {row.speedup:.2f}x", (row.iteration_s * 1e3, place), va="center", fontsize="small")
     ax.margins(x=0.1)
-    ax.set_xlabel("ms per iteration (and speed-up over DDP in bf16)")
+    ax.set_xlabel(f"ms per iteration (and speed-up over {dense} in bf16)")
     ax.legend(loc="upper right")
     return figure
 

@@ -14,9 +14,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.notation import hints_of
-from lightning_safusion.systems import EngineSystem
-from lightning_safusion.systems.settings import JobParts, job_parts, read_row
+from lightning_safusion.notation import hints_of, read, typed
+from lightning_safusion.systems import DEFAULT, EngineSystem, resolve_system
+from lightning_safusion.systems.settings import JobParts, job_parts
+
+#: Rows of models that are sharded inside of nodes, and the systems that they have the schedule of.
+SHARDED_ROWS: Mapping[str, str] = {"hsdp": "ddp", "hsdp-bf16": "ddp-bf16", "saf-hsdp": DEFAULT}
 
 # Of the strategy's arguments those that change a prediction.
 _PARTS = ("compressor", "fusion", "scope", "quota", "collective", "wire", "dense_below", "offload", "select_by")
@@ -55,6 +58,11 @@ class SimulatedRow:
     options: Mapping[str, Any]
 
     @property
+    def head(self) -> str:
+        """Its name without options."""
+        return self.name.partition("[")[0]
+
+    @property
     def sparse(self) -> bool:
         """Whether it sends less than all of every gradient."""
         return self.parts.system.ddp_hook is None and sends_less(self.parts.settings)
@@ -75,13 +83,15 @@ def simulated_row(name: str) -> SimulatedRow:
     """Reads one row.
 
     Args:
-        name: Such as ``"safusion[collective=hierarchical]"``.
+        name: Such as ``"safusion[collective=hierarchical]"``; a system, or one of :data:`SHARDED_ROWS`.
 
     Raises:
         ValueError: If there is no such system or option, an option cannot have its value, the strategy would refuse it,
             or there is no schedule for these parts; names the row.
     """
-    system, options = read_row(name, _HINTS)
+    head, texts = read(name)
+    options = typed(name, texts, _HINTS)
+    system = resolve_system(SHARDED_ROWS.get(head, head))
     given = {part: value for part, value in options.items() if part != "density"}
     for part, value in given.items():
         if "[" in str(value):

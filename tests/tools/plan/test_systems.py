@@ -13,10 +13,10 @@ from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import SelectionCost, ddp_buckets
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.tools.plan.cluster import Cluster
-from lightning_safusion.tools.plan.comparison import COMPARED
 from lightning_safusion.tools.plan.device import DEVICES
 from lightning_safusion.tools.plan.engine import simulate
 from lightning_safusion.tools.plan.job import Job, line
+from lightning_safusion.tools.plan.models import WHOLE
 from lightning_safusion.tools.plan.schedule import Iteration
 from lightning_safusion.tools.plan.systems import build_schedule, is_counted, run_system
 from lightning_safusion.tools.plan.traces import resolve_trace
@@ -33,7 +33,7 @@ def lstm(nodes: int = 4, gpus: int = 1) -> Job:
     return Job(load("lstm"), Cluster(nodes, gpus, LINKS["1gbit"]), 0.01)
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", WHOLE.compared)
 def test_every_system_runs_on_every_shape_of_cluster(name: str) -> None:
     for cluster in ((1, 1), (3, 1), (2, 4)):
         job = lstm(*cluster)
