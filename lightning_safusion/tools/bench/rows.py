@@ -21,8 +21,9 @@ from lightning_safusion.integration.model_parallel import SAFusionModelParallelS
 from lightning_safusion.notation import hints_of, make_part
 from lightning_safusion.sparsify import resolve_memory, resolve_sparsifier
 from lightning_safusion.strategy import SAFusionStrategy
-from lightning_safusion.systems import DEFAULT, EngineSystem, HookSystem, resolve_system
+from lightning_safusion.systems import EngineSystem, HookSystem, resolve_system
 from lightning_safusion.systems.settings import read_row
+from lightning_safusion.tools.plan.rows import SHARDED_ROWS
 
 #: The row without any exchange: what a step takes if the network costs nothing.
 FLOOR = "no-exchange"
@@ -99,21 +100,16 @@ def parse_row(name: str) -> Row:
     return row
 
 
-#: How rows are called where a model is sharded inside of machines (HSDP), and the exchange is between them.
-_SHARDED = MappingProxyType({"ddp": "hsdp", "ddp-bf16": "hsdp-bf16", DEFAULT: "saf-hsdp"})
-
-
 def row_of(name: str) -> str:
     """A row by either of its names, with options or without."""
-    names = {sharded: plain for plain, sharded in _SHARDED.items()}
     system, bracket, options = name.partition("[")
-    return names.get(system, system) + bracket + options
+    return SHARDED_ROWS.get(system, system) + bracket + options
 
 
 def sharded_names(text: str) -> str:
-    """A text about rows, with the names that they have where a model is sharded."""
-    for plain in sorted(_SHARDED, key=len, reverse=True):
-        text = re.sub(rf"\b(?<!-){plain}\b(?!-)", _SHARDED[plain], text)
+    """A text about rows, with the names that they have where a model is sharded inside of replicas (HSDP)."""
+    for sharded, plain in SHARDED_ROWS.items():
+        text = re.sub(rf"\b(?<!-){plain}\b(?!-)", sharded, text)
     return re.sub(r"\bDDP\b", "HSDP", text)
 
 

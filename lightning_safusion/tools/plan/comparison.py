@@ -135,9 +135,9 @@ def recommend(
     if best is None:
         better = f"Dense {dense} is the better choice here"
         verdict = f"{better}: no sparse system is faster than {dense} in bf16 by more than 2 %."
-        if models.instead is not None:
-            return [f"{verdict} {models.instead}"], ""
-        return [verdict], "\n".join([*lines, f"      system: {models.baseline}"]) + "\n"
+        return [verdict], "\n".join(
+            [*lines, f"      system: {SHARDED_ROWS.get(models.baseline, models.baseline)}"]
+        ) + "\n"
     verdict = (
         f"{best.system!r} takes {best.iteration_s * 1e3:.1f} ms per iteration, "
         f"{best.speedup:.2f} times as fast as {dense} in bf16; {best.exposed_s * 1e3:.1f} ms are exposed."

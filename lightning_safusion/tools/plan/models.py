@@ -29,7 +29,6 @@ class Models:
         strategy: Class that trains with the recommended settings.
         compared: Rows that are compared where none are named.
         cautions: What is to be said before what is known of accuracy.
-        instead: What to do where the baseline is the better choice; None: train with the strategy, and its system.
     """
 
     dense: str
@@ -38,7 +37,6 @@ class Models:
     strategy: str
     compared: tuple[str, ...]
     cautions: tuple[str, ...] = ()
-    instead: str | None = None
 
     def row(self, name: str) -> SimulatedRow:
         """Reads one row.
@@ -99,10 +97,6 @@ SHARDED = Models(
         "saf-hsdp[collective=sharded]",
     ),
     cautions=("Accuracy was measured with models that are whole on every worker",),
-    instead=(
-        "FSDP2 has it: fully_shard(module, mesh=mesh), where the mesh has replicas and shards, with "
-        "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)."
-    ),
 )
 
 

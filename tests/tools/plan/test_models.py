@@ -134,12 +134,12 @@ def test_settings_are_those_of_the_strategy_that_shards(row: str, given: dict[st
     assert SAFusionModelParallelStrategy(**given).system == given["system"]
 
 
-def test_where_dense_is_better_there_are_no_settings_of_a_strategy_that_is_not_taken() -> None:
+def test_where_dense_is_better_the_settings_are_those_of_a_dense_exchange() -> None:
     job = sharded_job(whole(density=1.0))
     (verdict,), settings = recommend(plan_table(job, [*ROWS, "mgwfbp"]), 1.0, "AdamW", models=SHARDED)
     assert verdict.startswith("Dense HSDP is the better choice here")
-    assert "reduce_dtype=torch.bfloat16" in verdict
-    assert settings == ""
+    given = yaml.safe_load(settings)["trainer"]["strategy"]["init_args"]
+    assert SAFusionModelParallelStrategy(**given).system == "ddp-bf16"
     (verdict,), _ = recommend(plan_table(job, ["hsdp"]), 1.0, "AdamW", models=SHARDED)
     assert "add 'saf-hsdp'" in verdict
 
