@@ -286,7 +286,7 @@ class OverlapProfiler(StrategyCallback):
             device=trainer.strategy.root_device.type,
             plain_ddp=report["plain_ddp"],
             density=report["density"] if report["plan"] else None,
-            settings=strategy.settings.describe(),
+            settings=strategy.describe(),
             profiler={"every_n_steps": self.every_n_steps, "record_steps": self.record_steps},
             versions={"lightning_safusion": __version__, "lightning": lightning_version, "torch": torch.__version__},
             command=shlex.join(sys.argv),

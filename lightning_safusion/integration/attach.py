@@ -24,7 +24,7 @@ from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import DensitySchedule
 from lightning_safusion.sparsify.selection.units import SelectBy
-from lightning_safusion.systems import DEFAULT
+from lightning_safusion.systems import DEFAULT, SHARDED_ROWS
 from lightning_safusion.systems.settings import JobParts, job_parts
 
 
@@ -70,8 +70,8 @@ def attach(
         optimizers: All that step its parameters. None: those that step until its second forward pass in training;
             DDP averages the gradients so long.
         density: Share of the elements to send, in (0, 1], or a schedule; None: one that suits the optimizers.
-        system: A scheme by name; one that the engine serves, or for a sharded model ``"ddp"``, ``"ddp-bf16"`` or
-            ``"ddp-fp16"``: an all-reduce between the replicas.
+        system: A scheme by name; one that the engine serves, or for a sharded model ``"hsdp"`` or
+            ``"hsdp-bf16"``: an all-reduce between the replicas.
         scaler: Scales the loss; its gradients are exchanged as they would be without it.
         timeout: Of further communicators; None: that of the backend.
         replicate_mesh: Of workers that have the same shards; None with DDP.
@@ -117,7 +117,7 @@ def checked_parts(
     """What :func:`attach` makes of its arguments; it raises its errors."""
     if unknown := parts.keys() - set(PARTS):
         raise TypeError(f"attach has no argument {min(unknown)!r}; the parts are {', '.join(PARTS)}")
-    job = job_parts(system, density, parts)
+    job = job_parts(SHARDED_ROWS.get(system, system) if sharded else system, density, parts)
     if job.system.ddp_hook is None or (sharded and job.system.ddp_hook in NARROW):
         return job
     raise MisconfigurationException(

@@ -52,8 +52,8 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
 
     Args:
         density: Share of the elements to send, in (0, 1], or a schedule; None: one that suits the optimizers.
-        system: A scheme by name; one that the engine serves, or ``"ddp"``, ``"ddp-bf16"`` or ``"ddp-fp16"``: an
-            all-reduce between the replicas.
+        system: A scheme by name; one that the engine serves, or ``"hsdp"`` or ``"hsdp-bf16"``: an all-reduce
+            between the replicas.
         replicate_size: Number of replicas; ``"auto"``: of machines.
         shard_size: Workers that share one replica's parameters; ``"auto"``: all that are left.
         tensor_parallel_size: Workers that share one layer's computation.
@@ -281,6 +281,11 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         return checkpoint
 
     # What can be read
+
+    @override
+    def describe(self) -> dict[str, str]:
+        shape = zip(_DIMENSIONS, self._shape(), strict=True)
+        return super().describe() | {f"{name}_size": f"{size}" for name, size in shape}
 
     @override
     def learned(self) -> list[Mapping[str, Any]]:

@@ -94,6 +94,10 @@ class EngineReadings(ABC):
         """Times of all workers by the planner's latest review, and who is slow; None with plain DDP."""
         return None if self.engine is None else self.engine.planner.slowest
 
+    def describe(self) -> dict[str, str]:
+        """All settings as text."""
+        return self.settings.describe()
+
     def figures(self) -> dict[str, Any]:
         """Figures of the latest step on this rank, under the keys of :meth:`WindowRecord.as_dict`.
 

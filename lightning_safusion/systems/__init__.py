@@ -1,5 +1,23 @@
 """Systems: every published scheme is one row of parts, described once."""
 
-from lightning_safusion.systems.rows import DEFAULT, SYSTEMS, EngineSystem, HookSystem, System, resolve_system
+from lightning_safusion.systems.rows import (
+    DEFAULT,
+    SHARDED_ROWS,
+    SYSTEMS,
+    EngineSystem,
+    HookSystem,
+    System,
+    resolve_system,
+    sharded_names,
+)
 
-__all__ = ["DEFAULT", "SYSTEMS", "EngineSystem", "HookSystem", "System", "resolve_system"]
+__all__ = [
+    "DEFAULT",
+    "SHARDED_ROWS",
+    "SYSTEMS",
+    "EngineSystem",
+    "HookSystem",
+    "System",
+    "resolve_system",
+    "sharded_names",
+]

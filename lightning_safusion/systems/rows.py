@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from lightning_safusion.baselines.hooks import DDPHookName
@@ -314,3 +316,14 @@ def resolve_system(name: str) -> EngineSystem | HookSystem:
         ValueError: If there is none; the message lists the names.
     """
     return look_up("system", name, SYSTEMS)
+
+
+#: Names of systems where a model is sharded inside of replicas (HSDP), and the exchange is between these.
+SHARDED_ROWS: Mapping[str, str] = MappingProxyType({"hsdp": "ddp", "hsdp-bf16": "ddp-bf16", "saf-hsdp": DEFAULT})
+
+
+def sharded_names(text: str) -> str:
+    """A text about rows, with the names that they have where a model is sharded inside of replicas (HSDP)."""
+    for sharded, plain in SHARDED_ROWS.items():
+        text = re.sub(rf"\b(?<!-){plain}\b(?!-)", sharded, text)
+    return re.sub(r"\bDDP\b", "HSDP", text)

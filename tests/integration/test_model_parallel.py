@@ -7,6 +7,7 @@ Covers: the parameters of plain PyTorch, bit for bit, with accumulation and clip
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def full(module: nn.Module) -> list[Tensor]:
     return [each.full_tensor() if hasattr(each, "full_tensor") else each.detach() for each in module.parameters()]
 
 
-def test_it_is_the_training_of_plain_torch() -> None:
+def test_it_is_the_training_of_plain_torch(tmp_path: Path) -> None:
     def by_hand(rank: int) -> list[Tensor]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = Layers()
@@ -113,7 +114,7 @@ def test_it_is_the_training_of_plain_torch() -> None:
         return local(model)
 
     def by_trainer(rank: int) -> tuple[list[Tensor], Any]:
-        profiler = OverlapProfiler(every_n_steps=2)
+        profiler = OverlapProfiler(every_n_steps=2, dirpath=tmp_path)
         job = run(strategy(2, 2), 6, profiler, model=Sharded(), accumulate_grad_batches=2, gradient_clip_val=0.1)
         return local(job.lightning_module), job.strategy.figures()  # type: ignore[attr-defined]
 
@@ -121,6 +122,7 @@ def test_it_is_the_training_of_plain_torch() -> None:
     assert all(equal(mine, other) for (mine, _), other in zip(ours, theirs, strict=True))
     assert ours[0][1]["windows"] == 6
     assert 0 < ours[0][1]["bytes_sent"] < ours[0][1]["dense_bytes"]
+    assert json.loads((tmp_path / "overlap.json").read_text())["settings"]["replicate_size"] == "2"
 
 
 def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -239,7 +241,9 @@ def test_fits_follow_each_other(tmp_path: Path) -> None:
     def job(rank: int) -> tuple[list[Tensor], list[Any]]:
         model, figures = Sharded(), []
         learned: Any = []
-        for number, options in enumerate([SPARSE, {"system": "ddp-bf16", "density": None, "collective": None}, SPARSE]):
+        for number, options in enumerate(
+            [SPARSE, {"system": "hsdp-bf16", "density": None, "collective": None}, SPARSE]
+        ):
             made = strategy(2, 2, **options)
             made.begin_with(learned if number > 1 else [])
             job = run(made, 4, At(4, lambda trainer: learned.extend(trainer.strategy.learned())), model=model)  # type: ignore[attr-defined]

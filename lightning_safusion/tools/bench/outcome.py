@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_safusion.literal import literal, plural
-from lightning_safusion.systems import DEFAULT, SYSTEMS
+from lightning_safusion.systems import DEFAULT, SYSTEMS, sharded_names
 from lightning_safusion.tools.bench.files import with_strategy
 from lightning_safusion.tools.bench.forecast import Recorded, simulated_as, turning_point
 from lightning_safusion.tools.bench.job import Job
 from lightning_safusion.tools.bench.results import Rounds, SystemFigures, machine, plot_tables, summarize
-from lightning_safusion.tools.bench.rows import FLOOR, IN_STEP, YOURS, sharded_names
+from lightning_safusion.tools.bench.rows import FLOOR, IN_STEP, YOURS
 from lightning_safusion.tools.bench.verdict import Verdict, best_strategy, decide, judge, sends_all
 from lightning_safusion.tools.tables import RowName, plain_table
 

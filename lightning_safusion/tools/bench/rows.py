@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,9 +20,8 @@ from lightning_safusion.integration.model_parallel import SAFusionModelParallelS
 from lightning_safusion.notation import hints_of, make_part
 from lightning_safusion.sparsify import resolve_memory, resolve_sparsifier
 from lightning_safusion.strategy import SAFusionStrategy
-from lightning_safusion.systems import EngineSystem, HookSystem, resolve_system
+from lightning_safusion.systems import SHARDED_ROWS, EngineSystem, HookSystem, resolve_system
 from lightning_safusion.systems.settings import read_row
-from lightning_safusion.tools.plan.rows import SHARDED_ROWS
 
 #: The row without any exchange: what a step takes if the network costs nothing.
 FLOOR = "no-exchange"
@@ -104,13 +102,6 @@ def row_of(name: str) -> str:
     """A row by either of its names, with options or without."""
     system, bracket, options = name.partition("[")
     return SHARDED_ROWS.get(system, system) + bracket + options
-
-
-def sharded_names(text: str) -> str:
-    """A text about rows, with the names that they have where a model is sharded inside of replicas (HSDP)."""
-    for sharded, plain in SHARDED_ROWS.items():
-        text = re.sub(rf"\b(?<!-){plain}\b(?!-)", sharded, text)
-    return re.sub(r"\bDDP\b", "HSDP", text)
 
 
 class NoExchange(DDPStrategy):

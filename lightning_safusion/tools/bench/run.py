@@ -29,7 +29,7 @@ from lightning_safusion.integration.parameters import trainable
 from lightning_safusion.literal import literal
 from lightning_safusion.lookup import need
 from lightning_safusion.strategy import SAFusionStrategy
-from lightning_safusion.systems import DEFAULT
+from lightning_safusion.systems import DEFAULT, sharded_names
 from lightning_safusion.tools.bench.forecast import Recorded, record
 from lightning_safusion.tools.bench.job import Job, JobOptions, parse_job
 from lightning_safusion.tools.bench.launch import counted, interrupts, processes, quiet
@@ -44,7 +44,6 @@ from lightning_safusion.tools.bench.rows import (
     YOURS,
     parse_row,
     row_of,
-    sharded_names,
 )
 from lightning_safusion.tools.bench.turns import Bench, TurnProgress
 from lightning_safusion.tools.team import die_with_parent

@@ -8,7 +8,7 @@ from math import inf
 from statistics import median
 from typing import Any
 
-from lightning_safusion.systems import DEFAULT
+from lightning_safusion.systems import DEFAULT, sharded_names
 from lightning_safusion.tools.accuracy import faster_row, known_accuracy
 from lightning_safusion.tools.batches import better_batches, slow_rank
 from lightning_safusion.tools.bench.forecast import WORTH, rate_in_words
@@ -226,6 +226,6 @@ def best_strategy(
     if verdict.row == "ddp" and not sharded:
         return {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": plain}
     row = parse_row(verdict.row)
-    arguments = {} if row.system == DEFAULT else {"system": row.system}
+    arguments = {} if row.system == DEFAULT else {"system": sharded_names(row.system) if sharded else row.system}
     kind = "SAFusionModelParallelStrategy" if sharded else "SAFusionStrategy"
     return {"class_path": f"lightning_safusion.{kind}", "init_args": {**arguments, **row.options, **plain}}

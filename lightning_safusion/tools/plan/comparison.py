@@ -9,11 +9,12 @@ from json import dumps
 from math import inf
 from typing import Any
 
+from lightning_safusion.systems import SHARDED_ROWS
 from lightning_safusion.tools.accuracy import faster_row, known_accuracy
 from lightning_safusion.tools.plan.cluster import resolve_link
 from lightning_safusion.tools.plan.job import Job
 from lightning_safusion.tools.plan.models import WHOLE, Models, models_of
-from lightning_safusion.tools.plan.rows import SHARDED_ROWS, simulated_row
+from lightning_safusion.tools.plan.rows import simulated_row
 from lightning_safusion.tools.plan.systems import is_counted, run_system
 
 #: Gbit/s between which the end of compression's gain is looked for.
@@ -135,9 +136,7 @@ def recommend(
     if best is None:
         better = f"Dense {dense} is the better choice here"
         verdict = f"{better}: no sparse system is faster than {dense} in bf16 by more than 2 %."
-        return [verdict], "\n".join(
-            [*lines, f"      system: {SHARDED_ROWS.get(models.baseline, models.baseline)}"]
-        ) + "\n"
+        return [verdict], "\n".join([*lines, f"      system: {models.baseline}"]) + "\n"
     verdict = (
         f"{best.system!r} takes {best.iteration_s * 1e3:.1f} ms per iteration, "
         f"{best.speedup:.2f} times as fast as {dense} in bf16; {best.exposed_s * 1e3:.1f} ms are exposed."

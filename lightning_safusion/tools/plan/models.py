@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.profiling.trace import Trace, TraceTensor
-from lightning_safusion.systems import DEFAULT, SYSTEMS, HookSystem
+from lightning_safusion.systems import DEFAULT, SHARDED_ROWS, SYSTEMS, HookSystem
 from lightning_safusion.tools.plan.calibration import Calibration
 from lightning_safusion.tools.plan.job import Job
-from lightning_safusion.tools.plan.rows import SHARDED_ROWS, SimulatedRow, simulated_row
+from lightning_safusion.tools.plan.rows import SimulatedRow, simulated_row
 
 
 @dataclass(frozen=True)

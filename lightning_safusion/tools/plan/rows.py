@@ -15,11 +15,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_safusion.comm.catalogue import find_collective
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.notation import hints_of, read, typed
-from lightning_safusion.systems import DEFAULT, EngineSystem, resolve_system
+from lightning_safusion.systems import SHARDED_ROWS, EngineSystem, resolve_system
 from lightning_safusion.systems.settings import JobParts, job_parts
-
-#: Rows of models that are sharded inside of nodes, and the systems that they have the schedule of.
-SHARDED_ROWS: Mapping[str, str] = {"hsdp": "ddp", "hsdp-bf16": "ddp-bf16", "saf-hsdp": DEFAULT}
 
 # Of the strategy's arguments those that change a prediction.
 _PARTS = ("compressor", "fusion", "scope", "quota", "collective", "wire", "dense_below", "offload", "select_by")

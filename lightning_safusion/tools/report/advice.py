@@ -19,6 +19,7 @@ from lightning_safusion.fusion.slowest import LEAST_SHARE
 from lightning_safusion.literal import plural
 from lightning_safusion.profiling.figures import StepFigures
 from lightning_safusion.profiling.overlap_file import Overlap
+from lightning_safusion.systems import sharded_names
 from lightning_safusion.tools.batches import better_batches
 
 _HIDDEN = 0.02  # share of the step below which the exchange counts as hidden
@@ -66,6 +67,8 @@ def advise(overlap: Overlap, missing_rate: float | None = None) -> list[Advice]:
         now = Prediction(mean, plan, costs)
         remarks += [_against_ddp(now), *_density(now, overlap.density), *_regrouping(now)]
     remarks += [*_missing(missing_rate), *_straggler(overlap)]
+    if "replicate_size" in overlap.settings:  # the model is sharded inside of replicas
+        remarks = [replace(each, text=sharded_names(each.text)) for each in remarks]
     return sorted(remarks, key=lambda remark: get_args(Level).index(remark.level))
 
 
@@ -107,7 +110,7 @@ def _against_ddp(now: Prediction) -> Advice:
         return Advice(
             "warning",
             f"bf16 DDP would be {1 / ratio:.1f} times faster here (predicted: {predicted}): use "
-            'collective="auto", or strategy="ddp" with bf16_compress_hook.',
+            'collective="auto", or system="ddp-bf16".',
         )
     return Advice("hint", f"bf16 DDP would be about as fast (predicted: {predicted}).")
 

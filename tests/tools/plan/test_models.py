@@ -15,14 +15,14 @@ import yaml
 from lightning_safusion import SAFusionModelParallelStrategy
 from lightning_safusion.comm.cost import Link
 from lightning_safusion.profiling.trace import Trace, TraceTensor
-from lightning_safusion.systems import SYSTEMS, HookSystem
+from lightning_safusion.systems import SHARDED_ROWS, SYSTEMS, HookSystem
 from lightning_safusion.tools.plan.calibration import Calibration
 from lightning_safusion.tools.plan.cluster import Cluster, resolve_link
 from lightning_safusion.tools.plan.comparison import plan_table, recommend, sweep_table, when_to_compress
 from lightning_safusion.tools.plan.job import Job
 from lightning_safusion.tools.plan.models import SHARDED, sharded_job, sharded_trace
 from lightning_safusion.tools.plan.report import run_plan
-from lightning_safusion.tools.plan.rows import SHARDED_ROWS, simulated_row
+from lightning_safusion.tools.plan.rows import simulated_row
 from lightning_safusion.tools.plan.systems import run_system
 from lightning_safusion.tools.plan.traces import resolve_trace
 from tests.tools.plan.test_calibration import COSTS, ON_DEVICES
@@ -139,7 +139,7 @@ def test_where_dense_is_better_the_settings_are_those_of_a_dense_exchange() -> N
     (verdict,), settings = recommend(plan_table(job, [*ROWS, "mgwfbp"]), 1.0, "AdamW", models=SHARDED)
     assert verdict.startswith("Dense HSDP is the better choice here")
     given = yaml.safe_load(settings)["trainer"]["strategy"]["init_args"]
-    assert SAFusionModelParallelStrategy(**given).system == "ddp-bf16"
+    assert SAFusionModelParallelStrategy(**given).system == "hsdp-bf16"
     (verdict,), _ = recommend(plan_table(job, ["hsdp"]), 1.0, "AdamW", models=SHARDED)
     assert "add 'saf-hsdp'" in verdict
 

@@ -74,6 +74,8 @@ def test_a_slow_link_is_exposed_and_ddp_is_slower_still() -> None:
     half = Prediction(now.ranks.mean, plan_optimal(job), job).step(ddp_plan(job, 12.5 * 2**20), scaled(job, dense=0.5))
     slower = half / now.ranks.mean.step_s
     assert any(f"bf16 DDP would be {slower:.1f} times slower" in text for text in texts(now, "good"))
+    sharded = replace(now, settings=now.settings | {"replicate_size": "2"})
+    assert any(f"bf16 HSDP would be {slower:.1f} times slower" in text for text in texts(sharded, "good"))
     lower = next(text for text in texts(now, "hint") if "would save" in text)
     assert lower.startswith("density 0.0")
 
