@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -59,9 +60,13 @@ def meshes() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(mesh: DeviceMesh, **options: Any) -> Any:
+def sharded(mesh: DeviceMesh, checkpoints: bool = False, compiles: bool = False, **options: Any) -> Any:
     model = Blocks()
+    if checkpoints:  # activations are computed again
+        model.first, model.second = checkpoint_wrapper(model.first), checkpoint_wrapper(model.second)
     for part in (model.first, model.second):
+        if compiles:
+            part.compile(backend="aot_eager")
         fully_shard(part, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
@@ -143,12 +148,22 @@ def test_density_one_is_that_of_a_mesh_of_two_dimensions(
     st.booleans(),
     st.integers(1, 3),
     st.booleans(),
+    st.booleans(),
+    st.booleans(),
 )
 def test_nothing_is_written_too_late(
-    compute: torch.dtype, reduce: torch.dtype, offload: bool, reshard: bool, together: int, kept: bool
+    compute: torch.dtype,
+    reduce: torch.dtype,
+    offload: bool,
+    reshard: bool,
+    together: int,
+    kept: bool,
+    checkpoints: bool,
+    compiles: bool,
 ) -> None:
     """The engine sends everything, and the gradients are those of FSDP2, whatever they are made of."""
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)}
+    options |= {"checkpoints": checkpoints, "compiles": compiles}
     options |= {"reshard_after_forward": reshard} | ({"offload_policy": CPUOffloadPolicy(False)} if offload else {})
 
     def run(rank: int) -> bool:
