@@ -133,7 +133,7 @@ class InFSDP:
     def whole(self, name: str, local: Tensor) -> Tensor:
         param = self._param(name)
         shape = param.shape + local.shape[param.ndim :]  # complex ones have a dimension more
-        stride = torch.empty(shape, device="meta").stride()
+        stride = torch.empty(shape, dtype=local.dtype, device="meta").stride()
         return DTensor.from_local(
             local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
         )
@@ -141,7 +141,7 @@ class InFSDP:
     def piece(self, name: str, whole: Tensor) -> Tensor:
         param = self._param(name)
         if param is None or whole.shape[: param.ndim] != param.shape:
-            return torch.empty(0)  # fits nothing
+            return torch.empty(0, dtype=whole.dtype)  # fits nothing
         shape, offset = compute_local_shape_and_global_offset(whole.shape, param.device_mesh, param.placements)
         return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,7 @@ def test_nothing_is_written_too_late(
     compiles: bool,
 ) -> None:
     """The engine sends everything, and the gradients are those of FSDP2, whatever they are made of."""
+    import_module("torch._dynamo")  # once, for all processes
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)}
     options |= {"checkpoints": checkpoints, "compiles": compiles}
     options |= {"reshard_after_forward": reshard} | ({"offload_policy": CPUOffloadPolicy(False)} if offload else {})

@@ -143,7 +143,7 @@ class DistributedCheckpoint:
             if not key.startswith(f"memory.{rank}."):
                 continue
             field, name = key.split(".", 3)[2:]
-            pieces.setdefault(field, {})[name] = torch.empty(0)
+            pieces.setdefault(field, {})[name] = torch.empty(0, dtype=torch.float32)
             if (local := own.get(field, {}).get(name)) is not None:
                 whole = self._shards.whole(name, torch.zeros_like(local, device="cpu"))
                 if isinstance(found, TensorStorageMetadata) and whole.shape == found.size:
