@@ -24,7 +24,7 @@ from accelerate.utils import DistributedDataParallelKwargs  # type: ignore[impor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_safusion.announce import MisconfigurationException
+from lightning_safusion.announce import MisconfigurationException, rank_zero_warn
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB
 from lightning_safusion.integration.attach import PARTS, attach, checked_parts
 from lightning_safusion.integration.attached import Attached
@@ -92,8 +92,17 @@ class SAFusionKwargs(DistributedDataParallelKwargs):
         self.attached.append(attach(model, scaler=self.scaler, **self._job))
 
     def bind(self, *optimizers: Optimizer) -> None:
-        """Begins with these optimizers of the model that was prepared last. Collective."""
-        self.attached[-1].bind(optimizers)
+        """Begins with these optimizers of the model that was prepared last. Collective.
+
+        With one worker there is nothing to begin: Accelerate wraps no model.
+        """
+        if self.attached:
+            self.attached[-1].bind(optimizers)
+        else:
+            rank_zero_warn(
+                "SAFusion: Accelerate has wrapped no model in DDP, and nothing is exchanged. Call prepare before bind; "
+                "several workers on CPUs need Accelerator(cpu=True)."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals of all workers and what else training goes on with; see :meth:`Attached.state_dict`. Collective."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -246,23 +247,24 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         attached = self.attached if "optimizer_states" in checkpoint else []  # others are of weights alone
-        if not self._save_distributed_checkpoint:
+        if not self._save_distributed_checkpoint or storage_options is not None:  # which Lightning refuses
             states = [each.state_dict() for each in attached]
             if any(states):
                 checkpoint[ENTRY] = states[0] if len(states) == 1 else states
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        folder = Path(self.broadcast(filepath)) / ENTRY
-        if self.global_rank == 0:  # before the others come to what is saved next
-            shutil.rmtree(folder, ignore_errors=True)
-        checkpoint[ENTRY] = len(attached)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.global_rank == 0:  # before the others come to the broadcast
+            _begin_folder(Path(filepath))
+        path = Path(self.broadcast(filepath))
         if attached:
-            with during(f"the save of {folder}"):
+            with during(f"the save of {path / ENTRY}"):
                 dcp.save(
                     {f"{number}": each.distributed_state_dict() for number, each in enumerate(attached)},
-                    checkpoint_id=folder,
+                    checkpoint_id=path / ENTRY,
                 )
+        checkpoint[ENTRY] = len(attached)
+        # last: the file that it ends with makes a folder a checkpoint
+        super().save_checkpoint(checkpoint, path, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -308,6 +310,14 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
     @property
     def _plain_ddp(self) -> str | None:
         return self.attached[0].plain_ddp if self.attached else None
+
+
+def _begin_folder(path: Path) -> None:
+    """Makes room for a checkpoint, and of an earlier one there something that nobody takes for one."""
+    if path.is_file():
+        path.unlink()
+    (path / _METADATA_FILENAME).unlink(missing_ok=True)
+    shutil.rmtree(path / ENTRY, ignore_errors=True)
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """The exchange below Accelerate and below the Trainer of transformers.
 
 Covers: the same parameters as a loop of plain PyTorch, bit for bit; optimizers that are found; checkpoints of both
-    resume bit for bit; a model that is prepared again; a loss that is scaled; what is refused.
+    resume bit for bit; a model that is prepared again; one worker; a loss that is scaled; what is refused.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ def test_a_checkpoint_of_accelerate_resumes_bit_for_bit(tmp_path: Path) -> None:
         return same(loop.weights, again.weights)
 
     assert launched(run) == [True, True]
+
+
+def test_one_worker_has_nothing_to_bind() -> None:
+    with pytest.warns(UserWarning, match=re.escape("Accelerate has wrapped no model in DDP")):
+        SAFusionKwargs().bind(adamw(TinyClassifier().parameters()))
 
 
 def test_a_model_that_is_prepared_again_is_attached_once() -> None:

@@ -1,8 +1,8 @@
 """Lightning's ModelParallelStrategy with replicas, on four workers.
 
 Covers: the parameters of plain PyTorch, bit for bit, with accumulation and clipping; checkpoints that are resumed on
-    the same mesh bit for bit, and on others down to DDP; tensor parallelism with clipping; several sharded models; a
-    callback; what is refused.
+    the same mesh bit for bit, and on others down to DDP; a save that is interrupted; tensor parallelism with clipping;
+    several sharded models; a callback; what is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -133,6 +134,25 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
         return equal(local(whole.lightning_module), local(again.lightning_module))
 
     assert run_ranks(4, job) == [True] * 4
+
+
+def test_an_interrupted_save_leaves_no_folder_that_passes_for_a_checkpoint(tmp_path: Path) -> None:
+    """Lightning takes a folder for one if it has ``meta.pt``."""
+
+    def job(rank: int) -> tuple[bool, bool]:
+        path = tmp_path / "saved"
+        trainer = run(strategy(2, 2), 2, saving(path, 2), model=Sharded())
+        before = (path / "meta.pt").exists()
+        dist.barrier()  # the first worker removes it soon
+        trainer.strategy.attached[0].distributed_state_dict = interrupt  # type: ignore[attr-defined]
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save_checkpoint(path)
+        return before, (path / "meta.pt").exists()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    assert run_ranks(4, job) == [(True, False)] * 4
 
 
 @pytest.mark.parametrize("distributed", [True, False])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import uuid
+import warnings
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any, Protocol
@@ -124,7 +125,9 @@ class DistributedCheckpoint:
 
     def _load(self, state: dict[str, Any]) -> dict[str, Any]:
         named = {self._prefix + key: value for key, value in state.items()}
-        dcp.load(named, storage_reader=self._reader, no_dist=True)
+        with warnings.catch_warnings():  # that torch.distributed were not there: each worker reads what it needs alone
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(named, storage_reader=self._reader, no_dist=True)
         return {key.removeprefix(self._prefix): value for key, value in named.items()}
 
     def _packed(self, key: str) -> bytes:
