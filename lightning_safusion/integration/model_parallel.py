@@ -179,6 +179,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         roots = sharded_roots(module)
         inside = {name: [*root.parameters()] for name, root in roots}
         self._refuse_unsharded(module, [param for params in inside.values() for param in params])
+        scaler = getattr(self.precision_plugin, "scaler", None)
         for name, root in roots:
             own = set(map(id, inside[name]))
             optimizers = [each for each in self.optimizers if own & set(map(id, _params(each)))]
@@ -186,7 +187,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
                 continue  # it is not trained
             job = checked_parts(*self._job, sharded=True)
             wrapped = InFSDP(root, self.device_mesh["replicate"], name, NARROW.get(job.system.ddp_hook))
-            attached = Attached(wrapped, job, None, self._timeout, self._observers)
+            attached = Attached(wrapped, job, scaler, self._timeout, self._observers)
             if len(self.attached) < len(self._learned):
                 attached.begin_with(self._learned[len(self.attached)])
             self.attached.append(attached)

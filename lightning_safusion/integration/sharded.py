@@ -38,7 +38,7 @@ class InFSDP:
         narrow: Type of what is averaged where nothing is exchanged sparse; None: that of the gradients.
 
     Raises:
-        RuntimeError: If the model is taken.
+        RuntimeError: If the model is taken, or torch is too old.
         ValueError: If the mesh has another number of dimensions or has shards in it, or FSDP2 averages over replicas
             itself.
     """
@@ -47,6 +47,8 @@ class InFSDP:
     dense = "an all-reduce between the replicas"
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, prefix: str = "", narrow: torch.dtype | None = None) -> None:
+        if not hasattr(FSDPModule, "set_all_reduce_hook"):
+            raise RuntimeError(f"sharded models need torch 2.8 or later, this is {torch.__version__}")
         if mesh.ndim != 1:
             raise ValueError(f"replicate_mesh has one dimension, mesh['replicate'], got {mesh.ndim}")
         self.module = model

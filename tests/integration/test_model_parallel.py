@@ -2,7 +2,7 @@
 
 Covers: the parameters of plain PyTorch, bit for bit, with accumulation and clipping; checkpoints that are resumed on
     the same mesh bit for bit, and on others down to DDP; a save that is interrupted; tensor parallelism with clipping;
-    several sharded models; a callback; what is refused.
+    a scaled loss; several sharded models; a callback; what is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_safusion import OverlapProfiler, SAFusionModelParallelStrategy, SAFusionStrategy, attach
+from lightning_safusion.fusion.state import local_state
 from tests.models import equal
 from tests.process_group import run_ranks
 from tests.resume import At, InGroup, run, saving
@@ -217,6 +219,23 @@ def test_tensor_parallelism_inside() -> None:
         assert equal(end, ends[0])
         assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(end[0], reference, strict=True))
         assert not equal(end[0], end[1])
+
+
+def test_residuals_do_not_have_the_factor_of_a_scaled_loss() -> None:
+    def job(rank: int) -> list[float]:
+        held = []
+        for scale in (1.0, 64.0):
+            made = strategy(2, 2)
+            plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+            run(made, 2, model=Sharded(), precision=None, plugins=[plugin])
+            assert made.engine is not None
+            residual = local_state(made.engine)["memory"]["residual"]
+            held.append(max(float(each.abs().max()) for each in residual.values()))
+        return held
+
+    for unscaled, scaled in run_ranks(4, job):
+        assert scaled == pytest.approx(unscaled, rel=0.1)  # small gradients are lost in 16 bits without a factor
+        assert unscaled > 0
 
 
 class Two(Sharded):
