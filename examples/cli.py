@@ -72,6 +72,14 @@ class DigitsNet(LightningModule):
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(widths[-1], 10)
 
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:  # SAFusionModelParallelStrategy has made it
+            from torch.distributed.fsdp import fully_shard  # from torch 2.6 on
+
+            for block in self.blocks:
+                fully_shard(block, mesh=self.device_mesh["shard"])
+            fully_shard(self, mesh=self.device_mesh["shard"])
+
     def forward(self, x: Tensor) -> Tensor:
         classes: Tensor = self.head(self.blocks(self.stem(x).relu()).mean(dim=(2, 3)))
         return classes

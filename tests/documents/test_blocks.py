@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_safusion
-from lightning_safusion import SAFusionStrategy
+from lightning_safusion import SAFusionModelParallelStrategy, SAFusionStrategy
 from tests.documents.pages import PAGES, blocks, name
 
 PYTHON = [pytest.param(text, id=f"{name(page)}-{n}") for page in PAGES for n, text in enumerate(blocks(page, "python"))]
@@ -36,7 +36,8 @@ def test_yaml_is_a_configuration(text: str, tmp_path: Path) -> None:
     args = ["--config", str(tmp_path / "config.yaml")]
     parsed = Parsed(BoringModel, args=args, run=False, save_config_callback=None)
     strategy = parsed.config_init.trainer.strategy
-    assert isinstance(strategy, SAFusionStrategy) or strategy in StrategyRegistry.available_strategies()
+    ours = SAFusionStrategy | SAFusionModelParallelStrategy
+    assert isinstance(strategy, ours) or strategy in StrategyRegistry.available_strategies()
 
 
 @pytest.mark.parametrize("text", PYTHON)

@@ -25,6 +25,7 @@ from tests.quick import quick_of
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {path.stem: path for path in (ROOT / "examples" / "configs").glob("*.yaml")}
+SHARDED = BY_NAME.pop("model_parallel")  # of another strategy
 CLASS = "--trainer.strategy=SAFusionStrategy"
 
 # The same strategy in Python.
@@ -99,7 +100,7 @@ def printed_config(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str
 def test_every_configuration_is_listed_in_the_guide_and_known_here() -> None:
     assert BY_NAME.keys() == IN_PYTHON.keys()
     guide = (ROOT / "docs" / "guide" / "yaml.md").read_text()
-    assert set(re.findall(r"\(\.\./\.\./examples/configs/(\w+)\.yaml\)", guide)) == set(IN_PYTHON)
+    assert set(re.findall(r"\(\.\./\.\./examples/configs/(\w+)\.yaml\)", guide)) == {*IN_PYTHON, SHARDED.stem}
 
 
 @pytest.mark.parametrize("name", IN_PYTHON)
@@ -108,6 +109,22 @@ def test_a_configuration_means_what_python_says(name: str) -> None:
     assert strategy.settings.describe() == expected.settings.describe()
     for attribute in ("system", "process_group_backend", "dense_rules", "_timeout", "_start_method"):
         assert getattr(strategy, attribute) == getattr(expected, attribute), attribute
+
+
+def test_the_configuration_of_a_sharded_model_means_what_python_says() -> None:
+    strategy = parse("--config", SHARDED).trainer.strategy
+    expected = saf.SAFusionModelParallelStrategy(0.05, replicate_size=2, collective="allgather")
+    assert isinstance(strategy, saf.SAFusionModelParallelStrategy)
+    assert strategy.settings.describe() == expected.settings.describe()
+    assert strategy._sizes == expected._sizes
+
+
+@pytest.mark.slow
+def test_the_configuration_of_a_sharded_model_trains(tmp_path: Path) -> None:
+    short = ["--trainer.max_steps=6", "--model.widths=[8,16]", f"--trainer.default_root_dir={tmp_path}"]
+    command = [sys.executable, ROOT / "examples" / "cli.py", "fit", "--config", SHARDED, *short]
+    with started(command, tmp_path / "output") as training:
+        assert re.search(r"SAFusionStrategy: 32 tensors travel in \d+ buffers", training.finish(120))
 
 
 @pytest.mark.parametrize("name", quick_of([name for name in IN_PYTHON if name != "names"], ["parts"]))
