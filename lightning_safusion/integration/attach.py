@@ -84,7 +84,8 @@ def attach(
 
     Raises:
         MisconfigurationException: If an optimizer, or a system, does not go with it.
-        RuntimeError: On all workers, if their settings differ, with both values; if the model has a hook already.
+        RuntimeError: On all workers, if their settings differ, with both values; if the model has a hook already; if it
+            is sharded, and torch is older than 2.8.
         TypeError: If the model is not wrapped, or there is no such part.
         ValueError: If a name or number is not one of the possible ones; if FSDP2 averages over replicas itself.
 
