@@ -39,4 +39,4 @@ __all__ = ["MisconfigurationException", "announce", "rank_zero_info", "rank_zero
 
 def announce(text: str) -> None:
     """Prints one line, on rank 0."""
-    rank_zero_info(f"SAFusionStrategy: {text}.")
+    rank_zero_info(f"SAFusion: {text}.")

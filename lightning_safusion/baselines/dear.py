@@ -209,7 +209,7 @@ class Dear(GradientExchange):
         else:
             reason = _optimizer_needs_all(optimizer) or _trainer_needs_all(module)
         if reason is not None and reason != self._because:
-            rank_zero_info(f"SAFusionStrategy: gradients are averaged when a backward pass ends, because {reason}.")
+            rank_zero_info(f"SAFusion: gradients are averaged when a backward pass ends, because {reason}.")
         self._because = reason
         return reason is None
 

@@ -70,7 +70,9 @@ def check_equal(transport: Transport, values: dict[str, str]) -> list[str]:
         RuntimeError: On every rank, naming the settings that differ, with both values.
     """
     with during("set-up, when workers compare their settings"):
-        everyone = transport.gather_objects(values | {_HOST: socket.gethostname()})
+        place = transport.place
+        among = "" if place == transport.rank else f" (rank {place} of all workers)"  # where replicas have shards
+        everyone = transport.gather_objects(values | {_HOST: socket.gethostname() + among})
     hosts = [theirs.pop(_HOST, "") for theirs in everyone]
     for rank, theirs in enumerate(everyone):
         first = everyone[0]

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_safusion.announce import MisconfigurationException
+from lightning_safusion.announce import MisconfigurationException, rank_zero_warn
 from lightning_safusion.comm.transport.interface import during
 from lightning_safusion.comm.transport.rounds import apart
 from lightning_safusion.comm.transport.torch_backend import end_groups_at_exit, hurry_at_exit
@@ -275,6 +275,11 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         saved = checkpoint.get(ENTRY, 0)
         if isinstance(saved, int):
             folder = Path(self.broadcast(checkpoint_path)) / ENTRY
+            if saved and not self.broadcast((folder / ".metadata").exists()):
+                rank_zero_warn(
+                    f"SAFusion: {folder} is missing or incomplete, so that every worker begins with empty residuals"
+                )
+                saved = 0
             for number, each in enumerate(self.attached[:saved]):
                 each.load_distributed(folder, f"{number}")
         else:

@@ -124,7 +124,7 @@ def test_the_configuration_of_a_sharded_model_trains(tmp_path: Path) -> None:
     short = ["--trainer.max_steps=6", "--model.widths=[8,16]", f"--trainer.default_root_dir={tmp_path}"]
     command = [sys.executable, ROOT / "examples" / "cli.py", "fit", "--config", SHARDED, *short]
     with started(command, tmp_path / "output") as training:
-        assert re.search(r"SAFusionStrategy: 32 tensors travel in \d+ buffers", training.finish(120))
+        assert re.search(r"SAFusion: 32 tensors travel in \d+ buffers", training.finish(120))
 
 
 @pytest.mark.parametrize("name", quick_of([name for name in IN_PYTHON if name != "names"], ["parts"]))
@@ -145,7 +145,7 @@ def test_the_shortest_configuration_trains_as_a_script_and_saves_itself(
     short = ["--trainer.max_steps=6", "--trainer.limit_train_batches=3", "--model.widths=[8,16]"]
     command = [sys.executable, ROOT / "examples" / "cli.py", "fit", *names, *short]
     with started(command, tmp_path / "output") as training:  # Lightning starts it once more for the second worker
-        assert re.search(r"SAFusionStrategy: 32 tensors travel in \d+ buffers", training.finish(120))
+        assert re.search(r"SAFusion: 32 tensors travel in \d+ buffers", training.finish(120))
     (saved,) = tmp_path.glob("lightning_logs/version_0/config.yaml")
     # as values: what was imported before decides whether the CLI takes a 3 that may be an int or a float for 3 or 3.0
     configuration = yaml.safe_load(saved.read_text())

@@ -83,7 +83,7 @@ def test_parts_without_fused_kernels_are_named_at_the_start(lines: list[str], mo
 def test_buffers_without_fused_kernels_are_named_later(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_cuda(monkeypatch) as device:
         build(device).engine.fused.announce("one")
-    assert lines == ["SAFusionStrategy: one."]
+    assert lines == ["SAFusion: one."]
 
 
 def test_it_says_nothing_elsewhere(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

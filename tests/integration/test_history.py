@@ -87,7 +87,7 @@ def test_a_worker_that_computes_longer_is_named_and_its_link_is_not_slower(tmp_p
 
     (said, figures, costs, plan), (silent, others, *_) = run_launched(2, run)
     assert len(said) == 1
-    assert said[0].startswith(f"SAFusionStrategy: rank 1 on host {socket.gethostname()} is slow: the others wait")
+    assert said[0].startswith(f"SAFusion: rank 1 on host {socket.gethostname()} is slow: the others wait")
     assert silent == []
     slow = {name: figures[name] for name in ("slow_rank", "waiting_s", "slow_since")}
     assert slow == {name: others[name] for name in slow}
@@ -102,7 +102,7 @@ def test_a_worker_that_computes_longer_is_named_and_its_link_is_not_slower(tmp_p
 def test_plain_ddp_says_why_and_has_no_figures() -> None:
     said, strategy = Lines(), SAFusionStrategy(system="ddp")
     trainer(strategy, devices=1, max_steps=2).fit(TinyClassifier(), classification())
-    assert "SAFusionStrategy: DDP without the engine is used, because system='ddp' asks for it." in said.lines
+    assert "SAFusion: DDP without the engine is used, because system='ddp' asks for it." in said.lines
     report = strategy.figures()
     assert (report["plan"], report["collectives"], report["windows"]) == ([], [], 0)
     figures = ("step", "density", "achieved_density", "bytes_sent", "dense_bytes", "exposed_s", "step_s", "ddp_step_s")

@@ -220,6 +220,11 @@ class Transport(ABC):
         """A communicator among the ranks of this rank's group, in its order. All ranks pass the same groups."""
         raise self._lacks("split")
 
+    @property
+    def place(self) -> int:
+        """Rank among all workers of the job."""
+        return self.rank
+
     def take_damage(self) -> list[int]:
         """Ranks of the job whose damaged messages this one has waited for, here or in communicators made from this
         one, since the last call."""

@@ -245,6 +245,10 @@ class TorchTransport(Transport):
             if dist.is_initialized():  # else they were destroyed with the default group
                 dist.destroy_process_group(transport._group)
 
+    @property
+    def place(self) -> int:
+        return dist.get_rank()
+
     def abandon(self) -> None:
         """See :meth:`Transport.abandon`; the groups end with the default one, or with the process.
 

@@ -125,7 +125,7 @@ class Checkpoints:
         if saved_by != workers:
             plural = "" if saved_by == 1 else "s"
             rank_zero_info(
-                f"SAFusionStrategy: {path} was saved by {saved_by} worker{plural} and is resumed by {workers}: each "
+                f"SAFusion: {path} was saved by {saved_by} worker{plural} and is resumed by {workers}: each "
                 f"takes the mean of the residuals that can be used, and the plan is made anew."
             )
 
