@@ -14,6 +14,7 @@ STUDIES = {
     "hook": ("lab.hook:hook", "What a gradient pays for passing through the hook."),
     "bench": ("lab.bench.run:bench", "Systems side by side on CPU workers, over links of a given rate (Linux, root)."),
     "hsdp": ("lab.hsdp:hsdp", "FSDP2 inside of machines, dense and sparse between them (Linux, root)."),
+    "hsdp-loss": ("lab.hsdp_loss:hsdp_loss", "The loss with FSDP2 inside of nodes, dense and sparse between them."),
     "turns": ("lab.turns:turns", "Rows of a benchmark in turns against each row alone (links: Linux, root)."),
     "window": ("lab.window:window", "What one steady window passes through: modules, functions and Python calls."),
     "numerics": ("lab.numerics:numerics", "Hashes of trained parameters, for every system: what must not change."),

@@ -152,6 +152,11 @@ def descend(
     """
     for param, mean in zip(params, means, strict=True):
         param.grad = mean.view_as(param)
+    step_along(task, params, optimizers)
+
+
+def step_along(task: Task, params: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+    """Clips the gradients as the task says, steps along them, and removes them."""
     if task.clip is not None:
         nn.utils.clip_grad_norm_(params, task.clip)
     if task.clip_value is not None:
