@@ -1,9 +1,6 @@
 """The loss of transformers that are sharded inside of nodes, with a dense and with a sparse exchange between nodes.
 
-    $ python -m lab hsdp-loss                                # twenty minutes of two cores
-    $ python -m lab hsdp-loss --task "headers-transformer[steps=1200]" --seeds 0 --rows hsdp,saf-hsdp
-
-A training that is in ``results.jsonl`` is not run again.
+$ python -m lab hsdp-loss      # twenty minutes of two cores; what is in results.jsonl is not run again
 """
 
 from __future__ import annotations
@@ -30,14 +27,23 @@ from torch.nn.parallel import DistributedDataParallel
 from lab.markdown import markdown
 from lab.processes import Ledger, run_missing, run_workers
 from lab.tasks import Task, evaluate, loss, parse_task
+from lab.tasks.optimizers import for_use
 from lab.virtual.training import set_rate, step_along
 from lightning_safusion import Attached, attach
 from lightning_safusion.lookup import look_up
 from lightning_safusion.tools.team import Place
 
 #: Rows by name: replicas, and shards of each; 0: in DDP. The first one has FSDP2's own exchange, the others ours.
-ROWS = {"hsdp": (2, 2), "saf-hsdp": (2, 2), "saf-ddp-2": (2, 0), "saf-ddp-4": (4, 0)}
+ROWS = {
+    "hsdp": (2, 2),
+    "saf-hsdp": (2, 2),
+    "saf-ddp-2": (2, 0),
+    "saf-ddp-4": (4, 0),
+    "saf-hsdp-2x1": (2, 1),
+    "saf-hsdp-2x4": (2, 4),
+}
 _DENSE = "hsdp"
+_USUAL = ("hsdp", "saf-hsdp", "saf-ddp-2", "saf-ddp-4")
 # What trainings of this file do not do.
 _NOT_HERE = ("accumulate", "precision", "sam", "ema", "swa")
 _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -91,8 +97,7 @@ class Training:
 
     def settings(self) -> dict[str, Any]:
         """All that decides the result; plain values."""
-        density = None if self.row == _DENSE else self.density
-        recipe = self.task.recipe()
+        recipe, density = self.task.recipe(), None if self.row == _DENSE else self.density
         return {"task": self.task.name, "recipe": recipe, "row": self.row, "density": density, "seed": self.seed}
 
     def run(self) -> Trained:
@@ -100,15 +105,9 @@ class Training:
         begin = time.perf_counter()
         ends = list(run_workers(Place(self.workers), partial(_work, self)))
         sent = [sum(step) / ROWS[self.row][0] for step in zip(*(sent for _, sent in ends), strict=True)]
-        metric = ends[0][0]
-        elements = sum(param.numel() for param in self.task.model().parameters())
-        return Trained(
-            metric if math.isfinite(metric) else None,
-            fmean(sent),
-            median(sent),
-            4 * elements,
-            round(time.perf_counter() - begin, 2),
-        )
+        metric, seconds = ends[0][0], round(time.perf_counter() - begin, 2)
+        dense_bytes = sum(4 * param.numel() for param in self.task.model().parameters())
+        return Trained(metric if math.isfinite(metric) else None, fmean(sent), median(sent), dense_bytes, seconds)
 
 
 def _wrapped(training: Training, model: nn.Module) -> tuple[nn.Module, list[torch.optim.Optimizer], Attached | None]:
@@ -143,7 +142,8 @@ def _work(training: Training, rank: int, pipe: Connection) -> None:
         sent.append(0 if handle is None else handle.figures()["bytes_sent"])
     if handle is not None and handle.plain_ddp is not None:
         raise RuntimeError(f"{training.row} was not sparse: {handle.plain_ddp}")
-    pipe.send((evaluate(task, model, data), sent))
+    with for_use(optimizers):
+        pipe.send((evaluate(task, model, data), sent))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -151,7 +151,7 @@ def _work(training: Training, rank: int, pipe: Connection) -> None:
 def hsdp_loss(
     task: str = "headers-transformer",
     seeds: Sequence[int] = (0, 1, 2),
-    rows: Sequence[str] = tuple(ROWS),
+    rows: Sequence[str] = _USUAL,
     density: float | None = None,
     output: Path = Path("hsdp_loss"),
 ) -> None:
@@ -162,7 +162,8 @@ def hsdp_loss(
     Args:
         task: A transformer of the convergence laboratory, also with options: "headers-transformer[steps=1200]".
         seeds: Of weights and batches.
-        rows: Of "hsdp" (dense), "saf-hsdp", "saf-ddp-2" and "saf-ddp-4" (DDP with two and four workers).
+        rows: Of "hsdp" (dense), "saf-hsdp", "saf-ddp-2" and "saf-ddp-4" (DDP with two and four workers); also
+            "saf-hsdp-2x1" and "saf-hsdp-2x4" (two replicas of one and of four shards).
         density: Share of the elements that is sent; by default the one that suits the optimizer.
         output: Folder of the results.
 
@@ -187,17 +188,16 @@ def hsdp_loss(
 
 def table(results: dict[tuple[str, int], Trained], rows: Sequence[str], seeds: Sequence[int]) -> str:
     """Losses, in per cent above those of dense training seed by seed, and bytes of a replica; in markdown."""
+    headings = [*(f"loss, seed {seed}" for seed in seeds), *(f"%, seed {seed}" for seed in seeds), "%, mean"]
+    losses = {run: math.nan if done.metric is None else done.metric for run, done in results.items()}
     cells = []
     for row in rows:
-        done = [results[row, seed] for seed in seeds]
-        losses = [math.nan if each.metric is None else each.metric for each in done]
-        dense = [math.nan if (at := results[_DENSE, seed].metric) is None else at for seed in seeds]
-        above = [100 * (one / other - 1) for one, other in zip(losses, dense, strict=True)]
-        saved = ["", ""]
+        beside = [""] * (len(seeds) + 3)
         if row != _DENSE:
+            done = [results[row, seed] for seed in seeds]
+            above = [100 * (losses[row, seed] / losses[_DENSE, seed] - 1) for seed in seeds]
             sent = fmean(each.bytes_mean for each in done), fmean(each.bytes_median for each in done)
-            saved = [f"{done[0].dense_bytes / each:.0f}" for each in sent]
-        relative = [f"{each:+.2f}" for each in (*above, fmean(above))] if row != _DENSE else [""] * (len(seeds) + 1)
-        cells.append([row, *(f"{each:.4f}" for each in losses), *relative, *saved])
-    headings = [*(f"loss, seed {seed}" for seed in seeds), *(f"%, seed {seed}" for seed in seeds), "%, mean"]
+            beside = [f"{each:+.2f}" for each in (*above, fmean(above))]
+            beside += [f"{done[0].dense_bytes / each:.0f}" for each in sent]
+        cells.append([row, *(f"{losses[row, seed]:.4f}" for seed in seeds), *beside])
     return markdown(["row", *headings, "fp32 over bytes, all steps", "a usual step"], cells)
