@@ -66,7 +66,8 @@ class ShardGroup:
             raise RuntimeError(
                 f"some of these parameters got no gradient in this backward pass, or were frozen or unfrozen: "
                 f"{', '.join(self.names[:8])}. The gradients of this step are not synchronised. Where that is intended "
-                "call the module's set_reduce_scatter_unused_params(True) (torch 2.13); after a change call bind."
+                "call the module's set_reduce_scatter_unused_params(True) (torch 2.13); after a change call bind "
+                "(SAFusionModelParallelStrategy: change it between epochs)."
             )
 
     def flat_shards(self, flat: Tensor) -> list[Tensor]:
@@ -118,11 +119,19 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     return found
 
 
-def shard_groups(model: nn.Module) -> list[ShardGroup]:
-    """All groups of a model, also those whose parameters are frozen now: they may not be so always."""
+def resharded(model: nn.Module) -> Sequence[FSDPModule]:
+    """All sharded modules, with their shards: after a forward pass, or with set_reshard_after_backward(False), whole
+    parameters may be in their place.
+    """
     modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
     for module in modules:
-        module.reshard()  # with set_reshard_after_backward(False) whole parameters are in the place of shards
+        module.reshard()
+    return modules
+
+
+def shard_groups(model: nn.Module) -> list[ShardGroup]:
+    """All groups of a model, also those whose parameters are frozen now: they may not be so always."""
+    modules = resharded(model)
     names = {id(param): name for name, param in model.named_parameters()}
     return [ShardGroup(module, names) for module in modules if _param_groups(module)]
 

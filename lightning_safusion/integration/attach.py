@@ -130,11 +130,13 @@ def checked_parts(
 def _wrapped(model: nn.Module, mesh: DeviceMesh | None, job: JobParts) -> Wrapped:
     fsdp2: Any = getattr(fsdp, "FSDPModule", None)  # torch 2.6
     if fsdp2 is not None and isinstance(model, fsdp2):
-        from lightning_safusion.integration.sharded import InFSDP
+        from lightning_safusion.integration.sharded import InFSDP, begin_alike
 
         if mesh is None:
             raise TypeError("a model that fully_shard has sharded needs replicate_mesh, the dimension of its replicas")
-        return InFSDP(model, mesh, narrow=NARROW.get(job.system.ddp_hook))
+        wrapped = InFSDP(model, mesh, narrow=NARROW.get(job.system.ddp_hook))
+        begin_alike([*model.parameters(), *model.buffers()], wrapped.group)
+        return wrapped
     if isinstance(model, fsdp.FullyShardedDataParallel):
         raise TypeError("attach does not serve FullyShardedDataParallel (FSDP1): shard the model with fully_shard")
     if not isinstance(model, DistributedDataParallel):

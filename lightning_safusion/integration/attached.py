@@ -161,6 +161,8 @@ class Attached(AttachedState):
         left = untrained(model.inner, optimizers)
         hosts = check_equal(transport, model.options | optimizer_options(optimizers) | fingerprint(settings, specs))
         self._choice = choose(settings, specs, optimizers, transport.world_size, False, self._holds_back, self._decided)
+        if None in model.gather(self._choice.plain_ddp) and self._choice.plain_ddp is not None:
+            self._choice = Choice(Mode.ENGINE)  # as other shards, which are not as large: they are saved together
         if self._choice.plain_ddp is not None:
             announce(f"{model.dense} is used, because {self._choice.plain_ddp}")
             return
@@ -175,7 +177,7 @@ class Attached(AttachedState):
             os.environ.get("GROUP_RANK", socket.gethostname()),
             {"find_unused_parameters": model.find_unused, "static_graph": model.static},
             automatic=len(optimizers) == 1,
-            replaceable=True,
+            replaceable=model.place[1] == 1,  # each shard would decide for itself
             observers=self._observers,
             untrained=left,
             hosts=hosts,

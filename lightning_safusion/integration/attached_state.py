@@ -108,17 +108,43 @@ class AttachedState(ABC):
             key: Under which the state was saved.
 
         Raises:
-            ValueError: On all workers, if the state is damaged.
+            ValueError: On all workers, if the state is damaged, or not there.
         """
         if self._optimizers is None:
             self._resume = partial(self.load_distributed, checkpoint, key)
             return
         with during("the restoring of a state"):
-            saved = DistributedCheckpoint(checkpoint, key, self._model)
-            if not saved.entry:
-                self._say([f"{checkpoint} has no residuals under {key!r}"])
+            saved, notes, problem = None, [], ""
+            try:
+                saved = DistributedCheckpoint(checkpoint, key, self._model)
+            except Exception as error:  # of the files, or of what they hold
+                problem = f"{error!r:.300}"
+            self._refuse(checkpoint, problem)
+            if saved is None or not saved.entry:
+                notes = [f"{checkpoint} has no residuals under {key!r}"]
             elif (engine := self._engine_for(saved.entry)) is not None:
-                self._say(saved.restore(engine, self.settings.describe()))
+                try:
+                    notes = saved.restore(engine, self.settings.describe())
+                except ValueError as error:  # on all replicas of this shard
+                    problem = f"{error}"
+            self._refuse(checkpoint, problem)
+            # other shards may have lost what the first worker has
+            self._say(list(dict.fromkeys(note for each in self._everyone(notes) for note in each)))
+
+    def _refuse(self, checkpoint: object, problem: str) -> None:
+        """Raises on all workers if one has a problem with a checkpoint."""
+        if problems := [each for each in self._everyone(problem) if each]:
+            raise ValueError(
+                f"{checkpoint} is damaged ({problems[0]}): take another checkpoint, or delete this folder, of the "
+                "residuals alone, to resume without them"
+            )
+
+    def _everyone(self, value: Any) -> list[Any]:
+        """What all workers of all replicas give."""
+        values = self._model.gather(value)
+        if self._transport is not None:
+            values = [each for some in self._transport.gather_objects(values) for each in some]
+        return values
 
     def _engine_for(self, entry: Mapping[str, Any]) -> Engine | None:
         """The engine, also where all is dense: what a residual holds leaves with the first gradients."""

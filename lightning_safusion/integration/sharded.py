@@ -24,6 +24,8 @@ from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.parameters import trained, untrained
 from lightning_safusion.integration.wrapped import TAKEN, DenseRules
 
+_MESSAGE_BYTES = 1 << 28  # as DDP's, of weights
+
 
 class InFSDP:
     """A model that ``fully_shard`` has sharded over one dimension of a mesh; another one has the replicas.
@@ -56,9 +58,9 @@ class InFSDP:
         groups = shard_groups(model)
         for each in groups:
             each.check_replicas(dist.get_process_group_ranks(self.group))
-        params: list[Any] = [param for each in groups for param in each.params]
+        params: list[Any] = [param for each in groups for param in each.named.values()]
         widest: DeviceMesh = max((param.device_mesh for param in params), key=lambda each: each.ndim)
-        self._tensor_parallel = widest.ndim > 1
+        self._tensor_parallel, self._mesh = widest.ndim > 1, widest
         at: list[int] = list(widest.get_coordinate() or [])
         sizes = list(widest.shape)
         self.place = 0, 1
@@ -89,6 +91,10 @@ class InFSDP:
     def parameters(self) -> Iterable[Tensor]:
         # not those of the module, which are whole between its forward and backward pass
         return [param for group in self._groups for param in group.params]
+
+    def trainable(self) -> list[Tensor]:
+        """The sharded parameters that have a gradient now; :meth:`parameters` had one at the latest look."""
+        return [param for group in self._groups for param in group.named.values() if param.requires_grad]
 
     def _exchanged(self, optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
         return [each for each in trained(self.inner, optimizers) if not self._is_alike(each[1])]
@@ -127,6 +133,14 @@ class InFSDP:
 
     def refuse_join(self) -> None:
         """Nothing: FSDP2 has none."""
+
+    def gather(self, value: object) -> list[Any]:
+        values: list[Any] = [value]
+        for group in self._mesh.get_all_groups():
+            found: list[Any] = [None] * group.size()
+            dist.all_gather_object(found, values, group=group)
+            values = [each for some in found for each in some]
+        return values
 
     def _param(self, name: str) -> Any:
         own = name.removeprefix(self._prefix)
@@ -189,6 +203,13 @@ class InFSDP:
             yield
         finally:
             self._syncs = before
+
+
+def begin_alike(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Gives all workers of a group what the first has of tensors, as DDP does; FSDP2 does not. Collective."""
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    if held := [each.detach() for each in local if each.numel() and not each.is_meta]:
+        dist._broadcast_coalesced(group, held, _MESSAGE_BYTES, 0)
 
 
 def set_hooks(model: nn.Module, reduce: Callable[[int, Tensor], None]) -> list[ShardGroup]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -58,6 +58,9 @@ class Wrapped(Protocol):
 
     def refuse_join(self) -> None:
         """Raises a RuntimeError if workers may have different numbers of batches."""
+
+    def gather(self, value: object) -> list[Any]:
+        """What the workers of this replica give. Collective."""
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         """What this worker has of a tensor, by the parameter's name, as a part of the whole one."""
@@ -119,6 +122,9 @@ class InDDP:
                 "DistributedDataParallel.join() answers for workers that have ended outside of a backward pass, where "
                 "nothing can be exchanged sparse: give all workers as many batches, or call close() before join()"
             )
+
+    def gather(self, value: object) -> list[Any]:
+        return [value]
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         return local

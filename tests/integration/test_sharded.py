@@ -3,12 +3,14 @@
 Covers: density 1 against FSDP2's own two-dimensional mesh, bit for bit, in fp32 and bf16, with accumulation, clipping
     and uneven shards; nothing written late is lost, whatever the gradient is made of; replicas are equal at a low
     density, and elements are compared in units of the shards' second moments; optimizers that are found; parameters
-    that no optimizer has, or that are frozen later; gradients of a part; what is refused.
+    that no optimizer has, or that are frozen later; gradients of a part; damaged files; shards without elements;
+    weights that differ at the beginning; what is refused.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -269,6 +271,62 @@ def test_residuals_go_to_other_meshes(distributed: bool, tmp_path: Path) -> None
     for number, shape in enumerate([(1, 4), (2, 1), (2,)]):
         for mean in run_ranks(4 if number == 0 else 2, go_on, shape, number):
             torch.testing.assert_close(mean, first, rtol=1e-6, atol=1e-9)
+
+
+def test_files_that_are_lost_or_cut(tmp_path: Path) -> None:
+    """Of one shard: all workers raise, or say that residuals are lost."""
+
+    def run(rank: int) -> tuple[str, list[str]]:
+        loop = Loop(**SPARSE)
+        loop.step(rank, 0)
+        handle = loop.handle
+        assert handle is not None
+        dcp.save({"safusion": handle.distributed_state_dict()}, checkpoint_id=tmp_path)
+        if rank == 0:
+            (tmp_path / "__3_0.distcp").write_bytes(b"cut")
+        dist.barrier()
+        with warnings.catch_warnings(record=True) as caught:
+            handle.load_distributed(tmp_path)
+        if rank == 0:
+            (tmp_path / "__1_0.distcp").unlink()
+        dist.barrier()
+        with pytest.raises(ValueError, match="delete this folder") as raised:
+            handle.load_distributed(tmp_path)
+        return str(raised.value), [str(each.message) for each in caught if "differences" in str(each.message)]
+
+    ends = run_ranks(4, run)
+    assert all("is damaged (OSError" in said for said, _ in ends)
+    assert all("is lost" in note for _, (note,) in ends)
+
+
+def test_shards_of_other_sizes_decide_alike(tmp_path: Path) -> None:
+    """One has all rows and would gain by selection, the other has none: both are saved, in one file and in several."""
+
+    def run(rank: int) -> tuple[bool, bool]:
+        mesh, model = meshes(), nn.Linear(4000, 1, bias=False)
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        handle = attach(model, optimizer, replicate_mesh=mesh["replicate"], density=0.01)
+        model(torch.randn(2, 4000, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+        optimizer.step()
+        dcp.save({"safusion": handle.distributed_state_dict()}, checkpoint_id=tmp_path)
+        return handle.engine is not None, bool(handle.state_dict())
+
+    ends = run_ranks(4, run)
+    assert all(exchanged for exchanged, _ in ends)
+    assert ends[0][1]
+
+
+def test_replicas_begin_alike() -> None:
+    def run(rank: int) -> list[Tensor]:
+        mesh, model = meshes(), Blocks()
+        model.scale.data.fill_(rank)
+        fully_shard(model, mesh=mesh["shard"])
+        attach(model, torch.optim.AdamW(model.parameters()), replicate_mesh=mesh["replicate"], **SPARSE)
+        return [param.full_tensor().detach() for param in model.parameters()]
+
+    ends = run_ranks(4, run)
+    assert all(same(end, ends[0]) for end in ends)
 
 
 def test_frozen_parameters_and_those_of_no_optimizer() -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, StorageReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_safusion.fusion.engine import Engine
@@ -127,7 +128,11 @@ class DistributedCheckpoint:
         named = {self._prefix + key: value for key, value in state.items()}
         with warnings.catch_warnings():  # that torch.distributed were not there: each worker reads what it needs alone
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(named, storage_reader=self._reader, no_dist=True)
+            try:
+                dcp.load(named, storage_reader=self._reader, no_dist=True)
+            except CheckpointException as error:  # which no "except Exception" catches
+                causes = [cause for cause, _ in error.failures.values()]
+                raise OSError(f"{self._name} cannot be read: {causes[0]!r:.200}") from error
         return {key.removeprefix(self._prefix): value for key, value in named.items()}
 
     def _packed(self, key: str) -> bytes:
