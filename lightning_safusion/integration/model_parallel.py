@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property
+from operator import is_
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,13 @@ from lightning_safusion.integration.attach import NARROW, Parts, checked_parts
 from lightning_safusion.integration.attached import Attached
 from lightning_safusion.integration.checkpoint.parts import ENTRY
 from lightning_safusion.integration.history import FitHistory
+from lightning_safusion.integration.parameters import members
 from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.sparsify.schedule import DensitySchedule
 from lightning_safusion.systems import DEFAULT
+
+if TYPE_CHECKING:
+    from lightning_safusion.integration.sharded import InFSDP
 
 _DIMENSIONS = ("replicate", "shard", "tensor_parallel")
 
@@ -49,7 +54,8 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
 
     ``configure_model`` shards the model over ``self.device_mesh["shard"]`` with ``fully_shard``, and may split layers
     over ``self.device_mesh["tensor_parallel"]`` before. Gradients are summed inside of a replica as FSDP2 does it, and
-    their largest elements are exchanged between replicas, which need only a slow link.
+    their largest elements are exchanged between replicas, which need only a slow link. Workers that have the same part
+    of a tensor begin with what the first of them has. Parameters may be frozen and trained again between epochs.
 
     Args:
         density: Share of the elements to send, in (0, 1], or a schedule; None: one that suits the optimizers.
@@ -114,6 +120,9 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         self.attached: list[Attached] = []
         self.cautions = ()
         self._observers: list[Observer] = []
+        self._sharded: list[InFSDP] = []  # of those that are attached
+        self._members: list[object] = []  # of the optimizers that are bound
+        self._trainable: list[Tensor] = []  # parameters, at the latest look
         self._learned: list[Mapping[str, Any]] = []  # by another fit, of each sharded model
         self._history = FitHistory()
 
@@ -163,40 +172,72 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            from lightning_safusion.fusion.sharded_hook import resharded  # FSDP2 came with torch 2.6
+
+            resharded(trainer.lightning_module)  # optimizers are made next
         super().setup(trainer)
         if self.device_mesh["tensor_parallel"].size() > 1:
             # torch's refuses gradients on meshes of one and of two dimensions
             setattr(self.precision_plugin, "clip_grad_by_norm", _clip)  # noqa: B010 (it is a method)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fits:
             self._attach(trainer.lightning_module)
 
     def _attach(self, module: nn.Module) -> None:
-        from lightning_safusion.integration.sharded import InFSDP, sharded_roots  # FSDP2 came with torch 2.6
+        from lightning_safusion.integration.sharded import InFSDP, sharded_roots
 
         for each in self.attached:  # of an earlier fit, which could be saved until now
             each.close()
         self.attached.clear()
-        roots = sharded_roots(module)
-        inside = {name: [*root.parameters()] for name, root in roots}
-        self._refuse_unsharded(module, [param for params in inside.values() for param in params])
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        for name, root in roots:
-            own = set(map(id, inside[name]))
-            optimizers = [each for each in self.optimizers if own & set(map(id, _params(each)))]
-            if not optimizers:
-                continue  # it is not trained
+        self._sharded.clear()
+        for number, (name, root) in enumerate(sharded_roots(module)):
             job = checked_parts(*self._job, sharded=True)
             wrapped = InFSDP(root, self.device_mesh["replicate"], name, NARROW.get(job.system.ddp_hook))
+            scaler = getattr(self.precision_plugin, "scaler", None)
             attached = Attached(wrapped, job, scaler, self._timeout, self._observers)
-            if len(self.attached) < len(self._learned):
-                attached.begin_with(self._learned[len(self.attached)])
+            if number < len(self._learned):
+                attached.begin_with(self._learned[number])
             self.attached.append(attached)
-            attached.bind(optimizers)
-            self.settings = attached.settings
+            self._sharded.append(wrapped)
         self._learned = []
+        self._begin_alike(module)
+        self._bind(module)
+
+    def _bind(self, module: nn.Module) -> None:
+        """Exchanges what is trained now, by the optimizers that there are now. Collective."""
+        from lightning_safusion.fusion.sharded_hook import resharded
+
+        resharded(module)
+        inside = [[*each.module.parameters()] for each in self.attached]
+        self._refuse_unsharded(module, [param for params in inside for param in params])
+        for each, params in zip(self.attached, inside, strict=True):
+            own = set(map(id, params))
+            # gradients of a model that none of them has are averaged, if there are any
+            if optimizers := [optimizer for optimizer in self.optimizers if own & set(map(id, _params(optimizer)))]:
+                each.bind(optimizers)
+                self.settings = each.settings
+        self._members, self._trainable = members(self.optimizers), self._find_trainable()
         self.cautions = tuple(caution for each in self.attached for caution in each.cautions)
-        if self.attached:
-            self._history = self.attached[0].history
+        if (first := self._first) is not None:
+            self._history = first.history
+
+    def _find_trainable(self) -> list[Tensor]:
+        return [param for each in self._sharded for param in each.trainable()]
+
+    def _begin_alike(self, module: nn.Module) -> None:
+        """Workers that have the same part of a tensor begin with what the first of them has, as with DDP."""
+        from lightning_safusion.integration.sharded import begin_alike
+
+        tensors: dict[str, list[Tensor]] = {dimension: [] for dimension in reversed(_DIMENSIONS)}
+        for tensor in (*module.parameters(), *module.buffers()):
+            parts = _parts(tensor)
+            for dimension, held in tensors.items():
+                if dimension not in parts:
+                    held.append(tensor)
+        for dimension, held in tensors.items():
+            if self.device_mesh[dimension].size() > 1:
+                begin_alike(held, self.device_mesh[dimension].get_group())
 
     def _refuse_unsharded(self, module: nn.Module, sharded: Sequence[Tensor]) -> None:
         known = set(map(id, sharded))
@@ -209,6 +250,23 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             )
 
     # A batch
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        same = _same(members(self.optimizers), self._members)
+        if same and batch_idx == 0:  # parameters are frozen and unfrozen between epochs
+            same = _same(self._find_trainable(), self._trainable)
+        if not same and self.attached and self.lightning_module is not None:
+            self._bind(self.lightning_module)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self.attached and self.lightning_module is not None:
+            from lightning_safusion.fusion.sharded_hook import resharded
+
+            resharded(self.lightning_module)  # callbacks that freeze, and give optimizers more parameters, come next
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -272,21 +330,26 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         # Lightning before 2.6 does not know weights_only
         options = {} if weights_only is None else {"weights_only": weights_only}
         checkpoint = super().load_checkpoint(checkpoint_path, **options)
-        saved = checkpoint.get(ENTRY, 0)
-        if isinstance(saved, int):
-            folder = Path(self.broadcast(checkpoint_path)) / ENTRY
-            if saved and not self.broadcast((folder / ".metadata").exists()):
-                rank_zero_warn(
-                    f"SAFusion: {folder} is missing or incomplete, so that every worker begins with empty residuals"
-                )
-                saved = 0
-            for number, each in enumerate(self.attached[:saved]):
-                each.load_distributed(folder, f"{number}")
-        else:
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:  # others need the weights alone
+            self._load_residuals(checkpoint.get(ENTRY, 0), checkpoint_path)
+        return checkpoint
+
+    def _load_residuals(self, saved: Any, path: _PATH) -> None:
+        if not isinstance(saved, int):
             states = [saved] if isinstance(saved, dict) else saved
             for each, state in zip(self.attached, states, strict=False):
-                each.load_state_dict(state, checkpoint_path)
-        return checkpoint
+                each.load_state_dict(state, path)
+            return
+        folder = Path(self.broadcast(path)) / ENTRY
+        if saved and not self.broadcast((folder / ".metadata").is_file()):
+            rank_zero_warn(
+                f"SAFusion resumes with differences: {folder} is not there, or was not written to its end, so that "
+                "every worker begins with empty residuals: what the workers had accumulated and not sent yet is lost."
+            )
+            return
+        for number, each in enumerate(self.attached[:saved]):
+            each.load_distributed(folder, f"{number}")
 
     # What can be read
 
@@ -304,9 +367,14 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         self._learned = list(learned)
 
     @property
+    def _first(self) -> Attached | None:
+        """That of the first sharded model with an engine, or else of the first."""
+        return next((each for each in self.attached if each.engine is not None), next(iter(self.attached), None))
+
+    @property
     def engine(self) -> Engine | None:
-        """That of the first sharded model, on this rank; None where nothing is exchanged sparse."""
-        return self.attached[0].engine if self.attached else None
+        """That of the first sharded model that has one, on this rank; None where nothing is exchanged sparse."""
+        return None if self._first is None else self._first.engine
 
     @cached_property
     def clock(self) -> Clock:
@@ -315,7 +383,11 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
 
     @property
     def _plain_ddp(self) -> str | None:
-        return self.attached[0].plain_ddp if self.attached else None
+        return None if self._first is None else self._first.plain_ddp
+
+
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _begin_folder(path: Path) -> None:
@@ -328,6 +400,14 @@ def _begin_folder(path: Path) -> None:
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _parts(tensor: Tensor) -> set[str]:
+    """Dimensions of the mesh over which a tensor is split."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return {name for name, each in zip(names, tensor.placements, strict=False) if not each.is_replicate()}
 
 
 def _clip(optimizer: Optimizer, clip_val: float) -> None:
