@@ -65,9 +65,10 @@ class ShardGroup:
         if flat.numel() != self._starts[-1]:
             raise RuntimeError(
                 f"some of these parameters got no gradient in this backward pass, or were frozen or unfrozen: "
-                f"{', '.join(self.names[:8])}. The gradients of this step are not synchronised. Where that is intended "
-                "call the module's set_reduce_scatter_unused_params(True) (torch 2.13); after a change call bind "
-                "(SAFusionModelParallelStrategy: change it between epochs)."
+                f"{', '.join(self.names[:8])}. The gradients of this step are not synchronised. Where a pass "
+                "leaves parameters out call the module's set_reduce_scatter_unused_params(True) (torch 2.13); after a "
+                "change call bind (SAFusionModelParallelStrategy: change it between epochs). Optimizers that take "
+                "turns, each with the others' parameters frozen, need a sharded model each."
             )
 
     def flat_shards(self, flat: Tensor) -> list[Tensor]:

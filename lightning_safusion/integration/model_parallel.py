@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -11,12 +10,9 @@ from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -24,21 +20,19 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_safusion.announce import MisconfigurationException, rank_zero_warn
-from lightning_safusion.comm.transport.interface import during
+from lightning_safusion.announce import MisconfigurationException
 from lightning_safusion.comm.transport.rounds import apart
 from lightning_safusion.comm.transport.torch_backend import end_groups_at_exit, hurry_at_exit
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Clock, Observer, clock_for
 from lightning_safusion.integration.attach import NARROW, Parts, checked_parts
 from lightning_safusion.integration.attached import Attached
+from lightning_safusion.integration.checkpoint.folders import begin_folder, load_residuals, save_residuals
 from lightning_safusion.integration.checkpoint.parts import ENTRY
 from lightning_safusion.integration.history import FitHistory
-from lightning_safusion.integration.parameters import members
+from lightning_safusion.integration.parameters import members, params_of
 from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.sparsify.schedule import DensitySchedule
 from lightning_safusion.systems import DEFAULT
@@ -153,6 +147,8 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
 
     def _shape(self) -> tuple[int, int, int]:
         replicas, shards, parallel = self.sizes.values()
+        if too_small := [f"{name}={size!r}" for name, size in self.sizes.items() if size != "auto" and size < 1]:
+            raise MisconfigurationException(f"sizes are numbers of workers, 1 or more, got {', '.join(too_small)}")
         replicas = self.num_nodes if replicas == "auto" else replicas
         shards = self.world_size // (replicas * parallel) if shards == "auto" else shards
         if replicas * shards * parallel != self.world_size:
@@ -179,12 +175,15 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             resharded(trainer.lightning_module)  # optimizers are made next
         super().setup(trainer)
         if self.device_mesh["tensor_parallel"].size() > 1:
+            from lightning_safusion.integration.meshes import clip_by_norm
+
             # torch's refuses gradients on meshes of one and of two dimensions
-            setattr(self.precision_plugin, "clip_grad_by_norm", _clip)  # noqa: B010 (it is a method)
+            setattr(self.precision_plugin, "clip_grad_by_norm", clip_by_norm)  # noqa: B010 (it is a method)
         if fits:
             self._attach(trainer.lightning_module)
 
     def _attach(self, module: nn.Module) -> None:
+        from lightning_safusion.integration.meshes import begin_alike_over
         from lightning_safusion.integration.sharded import InFSDP, sharded_roots
 
         for each in self.attached:  # of an earlier fit, which could be saved until now
@@ -201,7 +200,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             self.attached.append(attached)
             self._sharded.append(wrapped)
         self._learned = []
-        self._begin_alike(module)
+        begin_alike_over(self.device_mesh, module)
         self._bind(module)
 
     def _bind(self, module: nn.Module) -> None:
@@ -214,7 +213,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         for each, params in zip(self.attached, inside, strict=True):
             own = set(map(id, params))
             # gradients of a model that none of them has are averaged, if there are any
-            if optimizers := [optimizer for optimizer in self.optimizers if own & set(map(id, _params(optimizer)))]:
+            if optimizers := [optimizer for optimizer in self.optimizers if own & set(map(id, params_of(optimizer)))]:
                 each.bind(optimizers)
                 self.settings = each.settings
         self._members, self._trainable = members(self.optimizers), self._find_trainable()
@@ -225,23 +224,9 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
     def _find_trainable(self) -> list[Tensor]:
         return [param for each in self._sharded for param in each.trainable()]
 
-    def _begin_alike(self, module: nn.Module) -> None:
-        """Workers that have the same part of a tensor begin with what the first of them has, as with DDP."""
-        from lightning_safusion.integration.sharded import begin_alike
-
-        tensors: dict[str, list[Tensor]] = {dimension: [] for dimension in reversed(_DIMENSIONS)}
-        for tensor in (*module.parameters(), *module.buffers()):
-            parts = _parts(tensor)
-            for dimension, held in tensors.items():
-                if dimension not in parts:
-                    held.append(tensor)
-        for dimension, held in tensors.items():
-            if self.device_mesh[dimension].size() > 1:
-                begin_alike(held, self.device_mesh[dimension].get_group())
-
     def _refuse_unsharded(self, module: nn.Module, sharded: Sequence[Tensor]) -> None:
         known = set(map(id, sharded))
-        optimized = {id(param) for each in self.optimizers for param in _params(each)}
+        optimized = {id(param) for each in self.optimizers for param in params_of(each)}
         left = [name for name, param in module.named_parameters() if id(param) in optimized - known]
         if left:
             raise MisconfigurationException(
@@ -313,14 +298,9 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if self.global_rank == 0:  # before the others come to the broadcast
-            _begin_folder(Path(filepath))
+            begin_folder(Path(filepath))
         path = Path(self.broadcast(filepath))
-        if attached:
-            with during(f"the save of {path / ENTRY}"):
-                dcp.save(
-                    {f"{number}": each.distributed_state_dict() for number, each in enumerate(attached)},
-                    checkpoint_id=path / ENTRY,
-                )
+        save_residuals(path, attached)
         checkpoint[ENTRY] = len(attached)
         # last: the file that it ends with makes a folder a checkpoint
         super().save_checkpoint(checkpoint, path, storage_options)
@@ -332,24 +312,10 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, **options)
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:  # others need the weights alone
-            self._load_residuals(checkpoint.get(ENTRY, 0), checkpoint_path)
-        return checkpoint
-
-    def _load_residuals(self, saved: Any, path: _PATH) -> None:
-        if not isinstance(saved, int):
-            states = [saved] if isinstance(saved, dict) else saved
-            for each, state in zip(self.attached, states, strict=False):
-                each.load_state_dict(state, path)
-            return
-        folder = Path(self.broadcast(path)) / ENTRY
-        if saved and not self.broadcast((folder / ".metadata").is_file()):
-            rank_zero_warn(
-                f"SAFusion resumes with differences: {folder} is not there, or was not written to its end, so that "
-                "every worker begins with empty residuals: what the workers had accumulated and not sent yet is lost."
+            load_residuals(
+                checkpoint.get(ENTRY, 0), Path(self.broadcast(checkpoint_path)), self.attached, self.broadcast
             )
-            return
-        for number, each in enumerate(self.attached[:saved]):
-            each.load_distributed(folder, f"{number}")
+        return checkpoint
 
     # What can be read
 
@@ -365,6 +331,16 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
     @override
     def begin_with(self, learned: Any) -> None:
         self._learned = list(learned)
+
+    @override
+    def figures(self) -> dict[str, Any]:
+        """See :meth:`SAFusionStrategy.figures`; bytes and tensors are those of all sharded models."""
+        figures = super().figures()
+        others = [each.figures() for each in self.attached if each is not self._first and each.engine is not None]
+        if self._history.ended is None and figures["bytes_sent"] is not None:
+            for key in ("bytes_sent", "bytes_received", "dense_bytes", "tensors", "tensors_missing"):
+                figures[key] += sum(each[key] or 0 for each in others)
+        return figures
 
     @property
     def _first(self) -> Attached | None:
@@ -388,38 +364,3 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
 
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _begin_folder(path: Path) -> None:
-    """Makes room for a checkpoint, and of an earlier one there something that nobody takes for one."""
-    if path.is_file():
-        path.unlink()
-    (path / _METADATA_FILENAME).unlink(missing_ok=True)
-    shutil.rmtree(path / ENTRY, ignore_errors=True)
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _parts(tensor: Tensor) -> set[str]:
-    """Dimensions of the mesh over which a tensor is split."""
-    if not isinstance(tensor, DTensor):
-        return set()
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return {name for name, each in zip(names, tensor.placements, strict=False) if not each.is_replicate()}
-
-
-def _clip(optimizer: Optimizer, clip_val: float) -> None:
-    """Clips gradients that lie on several meshes by their common norm."""
-    meshes: dict[Any, list[Tensor]] = {}
-    for param in _params(optimizer):
-        if param.grad is not None:
-            meshes.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
-    norms = []
-    for params in meshes.values():
-        norm: Any = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if norms:
-        for params in meshes.values():
-            nn.utils.clip_grads_with_norm_(params, clip_val, torch.stack(norms).norm())

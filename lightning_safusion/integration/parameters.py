@@ -105,6 +105,11 @@ def replaced_parameters(
     return None if all(unchanged for _, unchanged in everyone) else replaced
 
 
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def members(optimizers: Sequence[Optimizer]) -> list[object]:
     """Optimizers, and of each of their groups None and its parameters: the same objects until one comes or goes."""
     found: list[object] = []

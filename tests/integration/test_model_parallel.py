@@ -253,7 +253,9 @@ def test_several_sharded_models() -> None:
         model = Two()
         made = strategy(2, 2)
         run(made, 8, model=model)
-        return full(model), [each.figures()["windows"] for each in made.attached]
+        each = [attached.figures() for attached in made.attached]
+        assert made.figures()["dense_bytes"] == sum(figures["dense_bytes"] for figures in each)
+        return full(model), [figures["windows"] for figures in each]
 
     ends = run_ranks(4, job)
     assert all(equal(end, ends[0][0]) for end, _ in ends)
@@ -396,13 +398,14 @@ class Whole(Sharded):
 def test_what_is_refused() -> None:
     def job(rank: int) -> list[str]:
         said = []
-        for sizes, model in (((2, 2), Half()), ((2, 2), Whole()), ((3, 1), Sharded())):
+        for sizes, model in (((2, 2), Half()), ((2, 2), Whole()), ((3, 1), Sharded()), ((0, 4), Sharded())):
             with pytest.raises((MisconfigurationException, ValueError)) as raised:
                 run(strategy(*sizes), 1, model=model)
             said.append(str(raised.value))
         return said
 
-    for half, whole, sizes in run_ranks(4, job):
+    for half, whole, sizes, none in run_ranks(4, job):
         assert "nothing averages the gradients of net.down.weight" in half
         assert "are both among the shards of up.weight" in whole
         assert "multiply to 3, and there are 4 workers" in sizes
+        assert "1 or more, got replicate_size=0" in none

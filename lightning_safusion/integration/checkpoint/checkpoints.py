@@ -106,6 +106,11 @@ class Checkpoints:
         """A checkpoint has been loaded; the engine is restored when it exists."""
         entry = checkpoint.get(parts.ENTRY)
         self.resumed = (path, entry) if isinstance(entry, dict) else None
+        if entry and self.resumed is None:
+            rank_zero_warn(
+                f"SAFusion: {path} has no residuals of models that are not sharded, or of several: every worker begins "
+                "with empty ones. With one sharded model save_distributed_checkpoint=False writes a file that has them."
+            )
 
     @property
     def entry(self) -> dict[str, Any]:
