@@ -121,6 +121,8 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
             the library, carry none. None: no message does.
         transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL) or ``"horovod"``, in
             processes that horovodrun or mpirun has started.
+        log_figures: Log ``safusion/exposed_ms`` (also in the progress bar), ``safusion/sent_mb`` and
+            ``safusion/density`` of rank 0's latest exchange every ``log_every_n_steps``, as the training step logs.
         kwargs: Every argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of ``DistributedDataParallel``.
 
     Raises:
@@ -153,6 +155,7 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
         weighting: Weighting = "workers",
         integrity: Integrity | None = None,
         transport: Literal["torch", "horovod"] = "torch",
+        log_figures: bool = True,
         **kwargs: Any,
     ) -> None:
         refuse_accelerator(compressor)
@@ -179,6 +182,7 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
             configure_horovod(kwargs)
         super().__init__(**kwargs)
         self.system, self.settings, self.dense_rules = job.system.name, job.settings, job.dense_rules
+        self.log_figures = log_figures
         self._hook = job.system.ddp_hook  # DDP with this hook, in place of the engine
         self.uneven_inputs: UnevenInputs = uneven_inputs
         self.weighting: Weighting = weighting
@@ -291,6 +295,8 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
         with self._fit.exchanging("the training step"), counting:
             output = super().training_step(*args, **kwargs)
         inputs.end_step(output)
+        if module is not None and not inputs.idle:
+            self._log(module)
         self.settle()  # parameters that this forward pass has not used: gradients are emptied next
         return output
 

@@ -62,6 +62,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             resume; else one file with all of it, which SAFusionStrategy can resume as well.
         process_group_backend: Of torch.distributed; None: the device's.
         timeout: Of collectives.
+        log_figures: See :class:`~lightning_safusion.SAFusionStrategy`; of the first sharded model.
         parts: ``compressor`` and the other parts of :func:`~lightning_safusion.attach`.
 
     Attributes:
@@ -95,6 +96,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        log_figures: bool = True,
         **parts: Unpack[Parts],
     ) -> None:
         self.settings = checked_parts(system, density, parts, sharded=True).settings
@@ -110,7 +112,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             "tensor_parallel_size": tensor_parallel_size,
         }
         self._job = system, density, parts
-        self.system = system
+        self.system, self.log_figures = system, log_figures
         self.attached: list[Attached] = []
         self.cautions = ()
         self._observers: list[Observer] = []
@@ -258,7 +260,10 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         if (module := self.lightning_module) is not None:
             for each in self.attached:
                 each.epoch = module.current_epoch
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        if module is not None:
+            self._log(module)
+        return output
 
     @contextmanager
     @override

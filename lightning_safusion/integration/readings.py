@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from lightning.pytorch import LightningModule
+
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Clock, Observer
 from lightning_safusion.fusion.plans.costs import GroupCosts
@@ -23,11 +25,13 @@ class EngineReadings(ABC):
         system: Name of the scheme.
         settings: Of the engine.
         cautions: What is known to cost accuracy in this fit, in sentences.
+        log_figures: Log figures of the exchange.
     """
 
     system: str
     settings: EngineSettings
     cautions: tuple[str, ...]
+    log_figures: bool
     _history: FitHistory
     _observers: list[Observer]  # of every engine
 
@@ -93,6 +97,20 @@ class EngineReadings(ABC):
     def slowest(self) -> SlowestWorker | None:
         """Times of all workers by the planner's latest review, and who is slow; None with plain DDP."""
         return None if self.engine is None else self.engine.planner.slowest
+
+    def _log(self, module: LightningModule) -> None:
+        """Logs figures of the latest window as the step itself logs, where Lightning writes what is logged."""
+        trainer: Any = module.trainer
+        record, every = self.record, trainer.log_every_n_steps
+        if not self.log_figures or record is None or not every:
+            return
+        if (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every:
+            return
+        latest = record.as_dict()
+        options: dict[str, Any] = {"on_step": True, "on_epoch": False, "batch_size": 1}  # no mean is made of values
+        module.log("safusion/exposed_ms", latest["exposed_s"] * 1e3, prog_bar=True, **options)
+        module.log("safusion/sent_mb", latest["bytes_sent"] / 1e6, **options)
+        module.log("safusion/density", latest["achieved_density"], **options)
 
     def describe(self) -> dict[str, str]:
         """All settings as text."""
