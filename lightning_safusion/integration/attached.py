@@ -246,7 +246,7 @@ class Attached(AttachedState):
         self._costs_followed = engine.windows
         if not engine.step_aside():
             return False
-        self._decided = reason = "its all-reduce has been predicted to be faster, review after review"
+        self._decided = reason = self.history.why_aside()
         announce(f"{self._model.dense} is used, because {reason}")
         self._leave(reason)
         return True

@@ -267,7 +267,7 @@ class Fit:
         if self._signals is not None:
             self._signals.ask()
         del engine  # or its buffers would stay as long as the model is wrapped
-        self.go_plain("its all-reduce has been predicted to be faster, review after review")
+        self.go_plain(self._strategy._history.why_aside())
 
     def go_plain(self, reason: str) -> None:
         """Changes to plain DDP, for a reason that follows a "because"; no residual remains."""
