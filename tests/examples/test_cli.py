@@ -116,7 +116,7 @@ def test_the_configuration_of_a_sharded_model_means_what_python_says() -> None:
     expected = saf.SAFusionModelParallelStrategy(0.05, replicate_size=2, collective="allgather")
     assert isinstance(strategy, saf.SAFusionModelParallelStrategy)
     assert strategy.settings.describe() == expected.settings.describe()
-    assert strategy._sizes == expected._sizes
+    assert strategy.sizes == expected.sizes
 
 
 @pytest.mark.slow

@@ -286,6 +286,7 @@ def test_files_that_are_lost_or_cut(tmp_path: Path) -> None:
             (tmp_path / "__3_0.distcp").write_bytes(b"cut")
         dist.barrier()
         with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             handle.load_distributed(tmp_path)
         if rank == 0:
             (tmp_path / "__1_0.distcp").unlink()
