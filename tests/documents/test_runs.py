@@ -29,7 +29,7 @@ EXCEPTIONS = {
     "measures or trains for minutes": (
         r"safusion (bench|demo)\b|python -m lab (bench|selection|native|hook|window|numerics|callbacks|missing-rate)\b"
         r"|python -m lab (attack\b|perplexity|experiments$|break-even|convergence (--output|--tasks|--study))"
-        r"|python -m lab (lightning-suite|soak)\b|SAFUSION_CUDA_"
+        r"|python -m lab (lightning-suite|soak|hsdp-loss)\b|SAFUSION_CUDA_"
     ),
     "needs a GPU, or Triton's compiler for minutes": r"python3? -m lab (gpu|kernels|launches)\b",
     "stands for something of the reader's": (
