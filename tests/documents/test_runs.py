@@ -76,7 +76,7 @@ def _files(folder: Path) -> dict[Path, int]:
 def test_a_command_of_the_documents_ends_well(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
     if command.startswith("safusion plan") and command != ALL_SYSTEMS and "--systems" not in words:
-        words += ["--systems", "ddp-bf16,saf-pooled"]
+        words += ["--systems", "hsdp-bf16,saf-hsdp" if "--sharded" in words else "ddp-bf16,saf-pooled"]
     program, args = ("safusion_command", words[1:]) if words[0] == "safusion" else (words[2], words[3:])
     before, code = _files(place), None
     try:
