@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, Any] = {
     "integrity": "checksum",
 }
 #: Those that cannot be tried here.
-ELSEWHERE = {"transport": "needs Horovod"}
+ELSEWHERE = {"transport": "needs Horovod", "log_figures": "concerns the loggers of one worker alone"}
 #: Of options whose default says nothing of other values.
 _DDP_VALUES: dict[str, Any] = {"bucket_cap_mb": 10, "broadcast_buffers": False, "forward_sync_buffers": False}
 #: Objects of a process, and what has no effect.
