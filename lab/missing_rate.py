@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
+import torch
 from lightning.pytorch import seed_everything
 from matplotlib.figure import Figure
 
@@ -103,7 +104,8 @@ def _work(row: Row, seed: int, conditions: Conditions, rank: int, pipe: Connecti
         check_val_every_n_epoch=conditions.epochs,
         default_root_dir=tempfile.mkdtemp(),  # of the monitor's file
     )
-    trainer.fit(DigitsNet(WIDTHS, conditions.lr, conditions.epochs * len(loaders[0])), *loaders)
+    sgd = partial(torch.optim.SGD, lr=conditions.lr, momentum=0.9, weight_decay=1e-4)
+    trainer.fit(DigitsNet(WIDTHS, sgd, conditions.epochs * len(loaders[0])), *loaders)
     if rank == 0:
         missing, density, statistics = 0.0, 1.0, monitor.statistics
         if statistics is not None and statistics.samples:  # otherwise plain DDP
@@ -194,7 +196,7 @@ def missing_rate(
         output: Picture.
     """
     conditions = Conditions(density, epochs, workers, lr)
-    tensors = len(list(DigitsNet(WIDTHS, lr, 1).parameters()))
+    tensors = len(list(DigitsNet(WIDTHS, torch.optim.SGD, 1).parameters()))
     results: dict[Row, list[Result]] = {row: [] for row in rows_of(degrees)}
     for seed in seeds:
         for row, runs in results.items():

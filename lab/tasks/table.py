@@ -41,7 +41,7 @@ from lightning_safusion.tools.demo.digits import WIDTHS, DigitsNet
 
 
 def _digits_net() -> nn.Module:
-    return DigitsNet(WIDTHS, lr=0.0, steps=1)  # its own optimizer is not used
+    return DigitsNet(WIDTHS, torch.optim.SGD, steps=1)  # its own optimizer is not used
 
 
 # Most tasks: a loss after 400 steps of AdamW, which warm up in a tenth of them or as their schedule says.

@@ -1,18 +1,41 @@
-"""What the demo's trainings have reported, as a table and a picture."""
+"""What the demo's trainings have reported: a table, what it says in words, and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import sqrt
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from lightning_safusion.systems import DEFAULT
 from lightning_safusion.tools.tables import RowName, plain_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_BASELINE = "ddp"
+_SHORTER = 0.95  # of the default's time: a row that takes less is named
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the first worker.
+
+    Args:
+        loss: Of its batch.
+        seconds: From its batch to the end of the optimizer.
+        bytes_sent: By its connections.
+        missing: Share of the gradient tensors of which nothing was sent.
+    """
+
+    loss: float
+    seconds: float
+    bytes_sent: float
+    missing: float
 
 
 @dataclass
@@ -21,73 +44,148 @@ class History:
 
     Args:
         system: The row.
-        steps: Figures of each step of the first worker: ``loss``, ``seconds``, ``exposed_s`` (of them, spent on nothing
-            but the exchange), ``bytes_sent``, ``density``, ``tensors`` and ``tensors_missing``.
-        accuracies: On the validation images after each epoch.
+        title: What the table calls it.
+        steps: In order.
+        accuracies: On the validation images after each epoch; all epochs have as many steps.
     """
 
     system: str
-    steps: list[dict[str, float]] = field(default_factory=list)
+    title: str
+    steps: list[Step] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
 
+    def usual(self, figure: str) -> float:
+        """Median of a figure over the second half of the steps: the first ones of some systems send more."""
+        return median(getattr(step, figure) for step in self.steps[len(self.steps) // 2 :])
+
+    def total(self, figure: str) -> float:
+        """Sum of a figure over all steps."""
+        return sum(getattr(step, figure) for step in self.steps)
+
     @property
-    def missing_share(self) -> float:
+    def missing(self) -> float:
         """Share of all (tensor, step) pairs in which no element of the tensor was sent."""
-        return sum(step["tensors_missing"] for step in self.steps) / sum(step["tensors"] for step in self.steps)
+        return fmean(step.missing for step in self.steps)
 
-    def median(self, figure: str) -> float:
-        """Median of a figure of the steps; the first one opens connections, and a system may send it dense."""
-        return median(step[figure] for step in self.steps[1:] or self.steps)
+    def epoch_ends(self) -> list[float]:
+        """Seconds of training at the end of each epoch."""
+        seconds = list(accumulate(step.seconds for step in self.steps))
+        per_epoch = len(seconds) // len(self.accuracies)
+        return seconds[per_epoch - 1 :: per_epoch]
 
-    def epoch_losses(self) -> list[float]:
-        """Mean training loss of each epoch (all epochs have the same number of steps)."""
-        per_epoch = len(self.steps) // len(self.accuracies)
-        losses = [step["loss"] for step in self.steps]
-        return [fmean(losses[start : start + per_epoch]) for start in range(0, len(losses), per_epoch)]
+    def seconds_to(self, accuracy: float) -> float | None:
+        """Seconds of training until an epoch ended with this accuracy; None if none did."""
+        reached = zip(self.epoch_ends(), self.accuracies, strict=True)
+        return next((end for end, each in reached if each >= accuracy), None)
 
 
-def build_table(histories: Sequence[History], title: str) -> Table:
-    """One row per system; times and bytes are medians over the steps of the first worker."""
-    table = plain_table(
-        title,
-        "Missing: gradient tensors of which a worker sent nothing in a step. Sent: what one worker hands to the "
-        "network. Exposed: time spent on nothing but the exchange. Medians over steps.",
-        "system",
-        ("validation\naccuracy", "tensors\nmissing", "achieved\ndensity", "sent\nkB/step", "step\nms")
-        + ("exposed\nexchange\nms",),
-    )
-    for history in histories:
-        table.add_row(
-            RowName(history.system),
-            f"{history.accuracies[-1]:.2%}",
-            f"{history.missing_share:.1%}",
-            f"{history.median('density'):.2%}",
-            f"{history.median('bytes_sent') / 1e3:,.1f}",
-            f"{history.median('seconds') * 1e3:.1f}",
-            f"{history.median('exposed_s') * 1e3:.2f}",
+@dataclass(frozen=True)
+class Comparison:
+    """Rows beside each other.
+
+    Args:
+        histories: Of the rows, one or more.
+        images: That each accuracy counts.
+    """
+
+    histories: Sequence[History]
+    images: int
+
+    @property
+    def baseline(self) -> History:
+        """DDP, or the first row where there is none."""
+        return next((each for each in self.histories if each.system == _BASELINE), self.histories[0])
+
+    @property
+    def noise(self) -> float:
+        """Differences in accuracy below this say nothing: two standard errors of the difference of two shares."""
+        share = min(self.baseline.accuracies[-1], 1 - 1 / self.images)
+        return 2 * sqrt(2 * share * (1 - share) / self.images)
+
+    @property
+    def target(self) -> float:
+        """The lowest accuracy that cannot be told from the baseline's final one."""
+        return self.baseline.accuracies[-1] - self.noise
+
+    def table(self, title: str) -> Table:
+        """One row per system."""
+        table = plain_table(
+            title,
+            "Sent: by one worker. Step and sent: medians of the second half of the steps. Missing: gradient tensors of "
+            f"which a worker sent nothing in a step. {self.target:.1%}: final accuracy of {self.baseline.title}, less "
+            "what is noise.",
+            "system",
+            ("step\nms", "sent\nkB/step", "tensors\nmissing", "all\nsteps, s")
+            + (f"until\n{self.target:.1%}, s", "final\naccuracy"),
         )
-    return table
+        for history in self.histories:
+            until = history.seconds_to(self.target)
+            table.add_row(
+                RowName(history.title),
+                f"{history.usual('seconds') * 1e3:.1f}",
+                f"{history.usual('bytes_sent') / 1e3:,.1f}",
+                f"{history.missing:.1%}",
+                f"{history.total('seconds'):.1f}",
+                "never" if until is None else f"{until:.1f}",
+                f"{history.accuracies[-1]:.1%}",
+            )
+        return table
+
+    def conclusions(self) -> list[str]:
+        """What the table says about the default, in sentences; nothing where it was not asked for."""
+        ours, base = next((each for each in self.histories if each.system == DEFAULT), None), self.baseline
+        if ours is None or ours is base:
+            return []
+        step, whole, first = (
+            _speed(base.usual("seconds"), ours.usual("seconds")),
+            _speed(base.total("seconds"), ours.total("seconds")),
+            _speed(base.seconds_to(self.target), ours.seconds_to(self.target)),
+        )
+        said = [
+            f"With {ours.title} a step takes {ours.usual('seconds') * 1e3:.0f} ms, with {base.title} "
+            f"{base.usual('seconds') * 1e3:.0f} ms: {step}. All steps, of which the first ones send more: {whole}. "
+            f"Until {self.target:.1%}: {first}.",
+            f"It sends 1/{base.usual('bytes_sent') / ours.usual('bytes_sent'):.0f} of the bytes of {base.title}, over "
+            f"all steps 1/{base.total('bytes_sent') / ours.total('bytes_sent'):.0f}.",
+        ]
+        fastest = min(self.histories, key=lambda each: each.total("seconds"))
+        if fastest.total("seconds") < _SHORTER * ours.total("seconds"):
+            said.append(f"Faster still: {fastest.title}, {fastest.total('seconds'):.1f} s for all steps.")
+        difference = ours.accuracies[-1] - base.accuracies[-1]
+        noise = "noise" if abs(difference) < self.noise else "more than noise"
+        said.append(
+            f"Its final accuracy differs by {difference * 100:+.1f} points, which is {noise}: of {self.images} images, "
+            f"differences below {self.noise * 100:.1f} points say nothing."
+        )
+        return said
+
+    def plot(self) -> Figure:
+        """Draws validation accuracy over time, and the time of a step, a line and a bar for each row."""
+        from matplotlib.figure import Figure  # an extra: only where something is drawn
+        from matplotlib.ticker import PercentFormatter
+
+        figure = Figure(figsize=(11, 4.5), layout="constrained")
+        curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+        for history in self.histories:
+            (line,) = curves.plot(history.epoch_ends(), history.accuracies, ".-", label=history.title)
+            bar = bars.barh(history.title, history.usual("seconds") * 1e3, color=line.get_color())
+            bars.bar_label(bar, fmt="%.0f", padding=3)
+        label = f"final accuracy of {self.baseline.title}, less noise"
+        curves.axhline(self.target, linestyle=":", color="grey", label=label)
+        # the first epochs would squeeze the differences that matter into a line
+        lowest = min(min(history.accuracies[len(history.accuracies) // 4 :]) for history in self.histories)
+        curves.set(xlabel="seconds of training", ylabel="validation accuracy", ylim=(max(0.0, lowest - 0.03), 1.0))
+        curves.set_xlim(left=0)
+        curves.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        curves.legend(loc="lower right", fontsize="small")
+        curves.grid(alpha=0.3)
+        bars.invert_yaxis()
+        bars.set(xlabel="ms of a step")
+        bars.spines[["top", "right"]].set_visible(False)
+        return figure
 
 
-def plot_curves(histories: Sequence[History]) -> Figure:
-    """Draws training loss and validation accuracy by epoch, one line per system."""
-    from matplotlib.figure import Figure  # an extra: only where something is drawn
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    loss_axes, accuracy_axes = figure.subplots(1, 2)
-    for history in histories:
-        epochs = range(1, len(history.accuracies) + 1)
-        style = "--" if "memory=none" in history.system else "-"
-        loss_axes.plot(epochs, history.epoch_losses(), style, label=history.system)
-        accuracy_axes.plot(epochs, history.accuracies, style, label=history.system)
-    loss_axes.set(xlabel="epoch", ylabel="training loss (mean of the epoch)", yscale="log")
-    accuracy_axes.set(xlabel="epoch", ylabel="validation accuracy")
-    accuracy_axes.legend(loc="lower right")
-    # The first epochs would squeeze the differences that matter into a line.
-    lowest = min(min(history.accuracies[len(history.accuracies) // 4 :]) for history in histories)
-    accuracy_axes.set_ylim(max(0.0, lowest - 0.03), 1.0)
-    for axes in (loss_axes, accuracy_axes):
-        axes.grid(alpha=0.3)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure
+def _speed(base: float | None, ours: float | None) -> str:
+    if base is None or ours is None:
+        return "never"
+    return f"{base / ours:.1f} times as fast" if ours <= base else f"{ours / base:.1f} times as long"

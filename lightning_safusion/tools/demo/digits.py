@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -14,6 +16,7 @@ from lightning_safusion.lookup import need
 
 #: Training and validation batches.
 Loaders = tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]]]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 #: Channels of the network's stages.
 WIDTHS = (16, 32, 64, 128)
 _VALIDATION_SHARE = 0.25
@@ -83,13 +86,13 @@ class DigitsNet(LightningModule):
 
     Args:
         widths: Channels of each stage; a stage has two blocks, and every stage but the first halves the image.
-        lr: Learning rate of SGD with momentum, lowered to zero along a cosine.
+        make_optimizer: Of parameters; its learning rate is lowered to zero along a cosine.
         steps: Optimizer steps of the whole training.
     """
 
-    def __init__(self, widths: tuple[int, ...], lr: float, steps: int) -> None:
+    def __init__(self, widths: tuple[int, ...], make_optimizer: MakeOptimizer, steps: int) -> None:
         super().__init__()
-        self.lr = lr
+        self.make_optimizer = make_optimizer
         self.steps = steps
         blocks: list[nn.Module] = []
         channels = widths[0]
@@ -116,6 +119,6 @@ class DigitsNet(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=1e-4)
+        optimizer = self.make_optimizer(self.parameters())
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -1,10 +1,10 @@
-"""``safusion demo``: trains each row on workers of its own, and shows their progress, the table and the picture."""
+"""``safusion demo``: trains each row on workers of its own, and shows progress, a table and pictures."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,15 +17,30 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
+from lightning_safusion.callbacks import OverlapProfiler
 from lightning_safusion.literal import plural
 from lightning_safusion.lookup import need
+from lightning_safusion.profiling import load_timeline, plot_step
 from lightning_safusion.strategy import SAFusionStrategy
+from lightning_safusion.systems import DEFAULT
 from lightning_safusion.tools.bench.rows import parse_row
-from lightning_safusion.tools.demo.curves import History, build_table, plot_curves
-from lightning_safusion.tools.demo.digits import WIDTHS, DigitsNet, Loaders, digits_loaders
+from lightning_safusion.tools.demo.curves import Comparison, History, Step
+from lightning_safusion.tools.demo.digits import WIDTHS, DigitsNet, Loaders, digits_loaders, load_digits
+from lightning_safusion.tools.demo.link import Paced, paced_rate, sent_bytes
+from lightning_safusion.tools.plan.cluster import resolve_link
 from lightning_safusion.tools.team import Place, make_trainer, started
 
-SYSTEMS = ("ddp", "behind[memory=none]", "behind", "safusion", "saf-pooled")
+_UNPACED = 1.5  # times the rate that was asked for: the kernel does not pace
+
+#: Rows, and what the table calls them.
+SYSTEMS = {
+    "ddp": "DDP",
+    "ddp-bf16": "DDP in bf16",
+    "powersgd": "PowerSGD",
+    "behind[density=0.02]": "after fusion",
+    "safusion[density=0.02]": "before fusion",
+    DEFAULT: "the default",
+}
 
 
 @dataclass(frozen=True)
@@ -36,17 +51,18 @@ class Settings:
         ValueError: If a value cannot be used; names it, and what to give instead.
     """
 
-    systems: tuple[str, ...] = SYSTEMS
-    density: float = 0.05
-    epochs: int = 20
+    systems: tuple[str, ...] = tuple(SYSTEMS)
+    bandwidth: str | None = "100mbit"
+    density: float | None = None
+    epochs: int = 8
     workers: int = 2
     seed: int = 0
-    batch_size: int = 32
+    batch_size: int = 24
     widths: tuple[int, ...] = WIDTHS
-    lr: float = 0.01
+    lr: float = 2e-3
 
     def __post_init__(self) -> None:
-        if not 0 < self.density <= 1:
+        if self.density is not None and not 0 < self.density <= 1:
             raise ValueError(f"density is {self.density}: give a share in (0, 1], for example 0.05")
         if self.epochs < 1:
             raise ValueError(f"epochs is {self.epochs}: give 1 or more")
@@ -56,42 +72,49 @@ class Settings:
             raise ValueError(f"systems are {','.join(self.systems)}: give each once")
         for system in self.systems:
             self.strategy(system)
+        self.rate  # noqa: B018 (raises)
+
+    @property
+    def rate(self) -> float | None:
+        """Of the link, in bytes per second; None: as fast as the loopback is."""
+        return None if self.bandwidth is None else resolve_link(self.bandwidth).card_gbit * 1e9 / 8
 
     def loaders(self, rank: int) -> Loaders:
         """Training and validation batches of one worker."""
         return digits_loaders(self.seed, self.batch_size, self.workers, rank)
 
     def strategy(self, system: str) -> SAFusionStrategy:
-        """The strategy of one row.
+        """The strategy of one row, as a user gets it.
 
-        A compressed row that names no collective exchanges by all-gather: left to itself, the strategy would take the
-        dense all-reduce on links as fast as the loopback.
+        Without a link, a compressed row that names no collective exchanges by all-gather: left to itself, the strategy
+        would take the dense all-reduce on links as fast as the loopback.
         """
         row = parse_row(system)
-        auto = row.published.ddp_hook is None and row.published.collective == "auto"
-        strategy = row.strategy(self.density, **({"collective": "allgather"} if auto else {}))
-        strategy.settings.density.opens = False  # all rows send the same
-        return strategy
+        auto = self.bandwidth is None and row.published.ddp_hook is None and row.published.collective == "auto"
+        return row.strategy(self.density, **({"collective": "allgather"} if auto else {}))
 
 
 def run_demo(
-    density: float = Settings.density,
+    bandwidth: str | None = Settings.bandwidth,
+    density: float | None = Settings.density,
     epochs: int = Settings.epochs,
     workers: int = Settings.workers,
     seed: int = Settings.seed,
-    systems: Sequence[str] = SYSTEMS,
+    systems: Sequence[str] = tuple(SYSTEMS),
     output: Path = Path("safusion_demo"),
 ) -> list[History]:
-    """Trains a small network on real data under several systems and compares them.
+    """Trains a small network on real data under several systems, over a slow link, and compares them.
 
     Args:
-        density: Share of the gradient elements that a worker sends, in (0, 1].
+        bandwidth: Of the link between the workers, which the kernel paces, such as 100mbit or 1gbit; null leaves the
+            loopback as fast as it is, and sparse systems exchange by all-gather there.
+        density: Share of the gradient elements that a worker sends, in (0, 1]; the systems' own by default.
         epochs: Passes over the training images.
         workers: Processes that train together, at least 2.
-        seed: Seed of the split, the batches and the initial weights; the same for all systems.
+        seed: Of the split, the batches and the initial weights; the same for all systems.
         systems: Names of the systems, separated by commas, with options as in "safusion[memory=none]"; "safusion
             systems" lists them.
-        output: Folder for the picture (curves.png) and the logs of the workers.
+        output: Folder for the pictures (curves.png, step.png) and the logs of the workers.
 
     Returns:
         What each system reported, in the order given.
@@ -101,7 +124,7 @@ def run_demo(
         ModuleNotFoundError: If scikit-learn or matplotlib is missing; names the extra that brings it.
         RuntimeError: If a training failed; names the log.
     """
-    return compare(Settings(tuple(systems), density, epochs, workers, seed), output, Console())
+    return compare(Settings(tuple(systems), bandwidth, density, epochs, workers, seed), output, Console())
 
 
 def compare(settings: Settings, output: Path, console: Console) -> list[History]:
@@ -109,55 +132,87 @@ def compare(settings: Settings, output: Path, console: Console) -> list[History]
     need("matplotlib", "plot")
     output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # no threads before the workers are forked
+    settings, said = _with_link(settings)
+    console.print(said)
     steps = settings.epochs * len(settings.loaders(rank=0)[0])
-    text, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
-    columns = (text, BarColumn(), MofNCompleteColumn(), figures, TimeElapsedColumn())
-    histories = [History(system) for system in settings.systems]
-    # refreshed by hand: a thread of its own would be forked with the workers
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
+    histories = [History(system, SYSTEMS.get(system, system)) for system in settings.systems]
+    with _progress(console) as progress:
         for history in histories:
-            bar = progress.add_task(escape(history.system), total=steps, figures="")
-            work, log = partial(_work, settings, history.system, steps), output / f"{history.system}.log"
-            with started(history.system, Place(settings.workers), log, work) as team:
-                for event in team.events():
-                    if isinstance(event, float):
-                        history.accuracies.append(event)
-                    else:
-                        history.steps.append(event)
-                    accuracy = f"  accuracy {history.accuracies[-1]:.2%}" if history.accuracies else ""
-                    shown = f"loss {history.steps[-1]['loss']:.4f}{accuracy}"
-                    progress.update(bar, completed=len(history.steps), figures=shown, refresh=True)
-            progress.stop_task(bar)
+            _train(settings, history, steps, output / history.system, progress)
+    comparison = Comparison(histories, len(load_digits(settings.seed)[1]))
     workers, epochs = plural(settings.workers, "worker"), plural(settings.epochs, "epoch")
-    title = f"{workers}, density {settings.density:g}, {epochs}, seed {settings.seed}"
-    console.print(build_table(histories, title))
-    plot_curves(histories).savefig(output / "curves.png", dpi=120)
-    console.print(f"Curves: {output / 'curves.png'}", soft_wrap=True)
+    link = f"link of {settings.bandwidth}" if settings.bandwidth else "no slow link"
+    console.print(comparison.table(f"{workers}, {link}, {epochs} ({steps} steps) of AdamW, seed {settings.seed}"))
+    for sentence in comparison.conclusions():
+        console.print(sentence)
+    pictures: dict[str, Any] = {"curves.png": comparison.plot()}
+    if DEFAULT in settings.systems:
+        pictures["step.png"] = plot_step(load_timeline(output / DEFAULT))
+    for name, figure in pictures.items():
+        figure.savefig(output / name, dpi=120)
+        console.print(f"Picture: {output / name}", soft_wrap=True)
     return histories
 
 
-def _work(settings: Settings, system: str, steps: int, rank: int, pipe: Connection) -> None:
+def _with_link(settings: Settings) -> tuple[Settings, str]:
+    """The settings that this machine can have, and what is said about its link."""
+    if settings.rate is None:
+        return settings, "Exchanges are as fast as the loopback: times say nothing about a network."
+    asked, measured = settings.rate * 8e-6, paced_rate(settings.rate) * 8e-6
+    if measured > _UNPACED * asked:
+        without = f"This kernel does not pace connections: {measured:.0f} Mbit/s measured in place of {asked:g}. "
+        settings = replace(settings, bandwidth=None)
+        return settings, without + _with_link(settings)[1]
+    link = f"The kernel paces the workers' connections at {asked:g} Mbit/s ({measured:.0f} measured)"
+    return settings, f"{link}: a slow link between two machines, on one."
+
+
+def _train(settings: Settings, history: History, steps: int, folder: Path, progress: Progress) -> None:
+    """Trains a row on workers of its own."""
+    folder.mkdir(exist_ok=True)
+    bar = progress.add_task(escape(history.title), total=steps, figures="")
+    work = partial(_work, settings, history.system, steps, folder)
+    with started(history.title, Place(settings.workers), folder / "log", work) as team:
+        for event in team.events():
+            if isinstance(event, Step):
+                history.steps.append(event)
+            else:
+                history.accuracies.append(event)
+            accuracy = f"  accuracy {history.accuracies[-1]:.1%}" if history.accuracies else ""
+            figures = f"loss {history.steps[-1].loss:.4f}{accuracy}"
+            progress.update(bar, completed=len(history.steps), figures=figures, refresh=True)
+    progress.stop_task(bar)
+
+
+def _progress(console: Console) -> Progress:
+    text, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
+    columns = (text, BarColumn(), MofNCompleteColumn(), figures, TimeElapsedColumn())
+    # refreshed by hand: a thread of its own would be forked with the workers
+    return Progress(*columns, console=console, auto_refresh=False)
+
+
+def _work(settings: Settings, system: str, steps: int, folder: Path, rank: int, pipe: Connection) -> None:
+    """Trains one row, as one of the workers."""
     seed_everything(settings.seed, workers=True, verbose=False)
+    callbacks: list[Callback] = [_Reporter(pipe), OverlapProfiler(dirpath=folder, progress_bar=False, table=False)]
+    if settings.rate is not None:
+        callbacks.insert(0, Paced(settings.rate))
     options: dict[str, Any] = {"max_epochs": settings.epochs, "num_sanity_val_steps": 0}
-    trainer = make_trainer(settings.workers, settings.strategy(system), [_Reporter(pipe)], **options)
-    trainer.fit(DigitsNet(settings.widths, settings.lr, steps), *settings.loaders(rank))
+    trainer = make_trainer(settings.workers, settings.strategy(system), callbacks, **options)
+    adamw = partial(torch.optim.AdamW, lr=settings.lr)
+    trainer.fit(DigitsNet(settings.widths, adamw, steps), *settings.loaders(rank))
 
 
 class _Reporter(Callback):
-    """Sends the figures of each step of the first worker, see :class:`History`, and the accuracy after each epoch."""
+    """Sends a :class:`Step` after each step of the first worker, and the accuracy after each epoch."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._begin = 0.0
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.engine is None:
-            strategy.model._set_ddp_runtime_logging_sample_rate(1)  # time every step, not every hundredth
+        self._begin, self._sent = 0.0, 0
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._sent = sent_bytes()
         self._begin = time.perf_counter()
 
     @override
@@ -166,28 +221,12 @@ class _Reporter(Callback):
     ) -> None:
         seconds = time.perf_counter() - self._begin
         if trainer.is_global_zero:
-            figures = _figures(trainer.strategy, pl_module)
-            self._pipe.send({"loss": float(outputs["loss"]), "seconds": seconds, **figures})
+            strategy: Any = trainer.strategy
+            figures = strategy.figures() if strategy.engine is not None else {"tensors_missing": 0, "tensors": 1}
+            missing = figures["tensors_missing"] / figures["tensors"]
+            self._pipe.send(Step(float(outputs["loss"]), seconds, sent_bytes() - self._sent, missing))
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             self._pipe.send(float(trainer.callback_metrics["val_accuracy"]))
-
-
-def _figures(strategy: Any, model: LightningModule) -> dict[str, float]:
-    """What the exchange of the latest step did: from the strategy's report, or from DDP's own timers."""
-    if strategy.engine is not None:
-        report = strategy.figures()
-        figures = {key: report[key] for key in ("exposed_s", "bytes_sent", "tensors", "tensors_missing")}
-        return {**figures, "density": report["achieved_density"]}
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    timers = strategy.model._get_ddp_logging_data()
-    exposed_ns = timers.get("backward_comm_time", 0) - timers.get("backward_compute_comm_overlap_time", 0)
-    return {
-        "exposed_s": exposed_ns / 1e9,
-        "bytes_sent": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        "density": 1.0,
-        "tensors": len(parameters),
-        "tensors_missing": 0,
-    }
