@@ -31,29 +31,34 @@ class Paced(Callback):
     """
 
     def __init__(self, rate: float) -> None:
-        self._rate = round(rate)
+        self._rate = rate
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._pace()
+        self._pace_all()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pace()
+        self._pace_all()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._pace()  # connections may have been opened since
+        self._pace_all()  # connections may have been opened since
 
-    def _pace(self) -> None:
+    def _pace_all(self) -> None:
         for each in _connections():
-            each.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, self._rate)
+            _pace(each, self._rate)
 
 
 def sent_bytes() -> int:
     """What all connections of this process have sent so far, headers not counted."""
     infos = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8) for each in _connections()]
     return sum(int.from_bytes(info[_BYTES_SENT:], sys.byteorder) for info in infos)
+
+
+def _pace(connection: socket.socket, rate: float) -> None:
+    # eight bytes: the rates of Python's integer options end at 17 Gbit/s
+    connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, round(rate).to_bytes(8, sys.byteorder))
 
 
 def _connections() -> Iterator[socket.socket]:
@@ -78,7 +83,7 @@ def paced_rate(rate: float) -> float:
         rate: Bytes per second that are asked for.
     """
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
-        sender.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, round(rate))
+        _pace(sender, rate)
         sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         receiver, _ = server.accept()
         for _ in range(_UNPACED):

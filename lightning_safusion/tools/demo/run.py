@@ -163,8 +163,8 @@ def _with_link(settings: Settings) -> tuple[Settings, str]:
         without = f"This kernel does not pace connections: {measured:.0f} Mbit/s measured in place of {asked:g}. "
         settings = replace(settings, bandwidth=None)
         return settings, without + _with_link(settings)[1]
-    link = f"The kernel paces the workers' connections at {asked:g} Mbit/s ({measured:.0f} measured)"
-    return settings, f"{link}: a slow link between two machines, on one."
+    said = f"The kernel paces the workers' connections at {asked:g} Mbit/s ({measured:.0f} measured)"
+    return settings, f"{said}, as a link between machines would."
 
 
 def _train(settings: Settings, history: History, steps: int, folder: Path, progress: Progress) -> None:
