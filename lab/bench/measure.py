@@ -64,6 +64,7 @@ class Task:
         density: Of sparse systems whose row has none of its own.
         trace: Workers sleep through it in place of training a network.
         seed: Of weights and batches.
+        optimizer: Of a network, see :class:`Classifier`.
     """
 
     model: str = "conv"
@@ -72,11 +73,14 @@ class Task:
     density: float = 0.01
     trace: Trace | None = None
     seed: int = 0
+    optimizer: str = "sgd"
 
     def module(self, system: str = "ddp") -> Workload:
         """The module that every worker trains for a row."""
         torch.manual_seed(self.seed)
-        return Classifier(self.model, self.size, self.batch_size) if self.trace is None else Paced(self.trace)
+        if self.trace is not None:
+            return Paced(self.trace)
+        return Classifier(self.model, self.size, self.batch_size, self.optimizer)
 
     def strategy(self, system: str) -> DDPStrategy:
         """The strategy of a row.

@@ -36,6 +36,7 @@ def bench(
     model: str = "conv",
     size: str = "base",
     batch_size: int = 16,
+    optimizer: str = "sgd",
     density: Sequence[float] = (0.01,),
     workers: int = 2,
     bandwidth: Sequence[str] = (),
@@ -60,6 +61,7 @@ def bench(
         model: "conv", "transformer" or "lstm", on random data.
         size: "tiny", "small" or "base".
         batch_size: Samples of one worker.
+        optimizer: "sgd", with momentum, or "adamw".
         density: Share of the gradient that sparse systems send; several are separated by commas.
         workers: Processes that train together.
         bandwidth: Of each worker's link, such as 100mbit; several are separated by commas. Without it: the loopback.
@@ -83,12 +85,12 @@ def bench(
     """
     names, rates = _checked(systems, density, bandwidth, paced, scale, slow_motion)
     rhythm = Rhythm(rounds, block, warmup)
-    task = Task(model, size, batch_size, seed=seed)
+    task = Task(model, size, batch_size, seed=seed, optimizer=optimizer)
     console, output = begin(workers, output)
     trace = scaled(resolve_trace(paced), scale, slow_motion) if paced is not None else None
     task = replace(task, trace=trace)
     parameters = sum(param.numel() for param in task.module().parameters())
-    job = f"{task.model} ({task.size}), batch {task.batch_size}" if trace is None else trace.name
+    job = f"{model} ({size}), batch {batch_size}, {optimizer}" if trace is None else trace.name
     tables = []
     for rate in usable_rates(rates, console):
         with machines(workers, rate and f"{bits_per_second(rate) * scale / slow_motion / 1e3:.0f}kbit") as place:

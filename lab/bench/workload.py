@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -89,6 +89,11 @@ _KINDS = {
 #: Kinds of networks, and sizes of each: at ``"base"`` 4.6, 22.5 and 6.3 million parameters.
 MODELS = tuple(_KINDS)
 SIZES = ("tiny", "small", "base")
+#: Optimizers by name.
+OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.001),
+}
 
 
 class Workload(LightningModule):
@@ -100,24 +105,26 @@ class Workload(LightningModule):
 
 
 class Classifier(Workload):
-    """A network trained with SGD and momentum on one random batch; every worker has another one.
+    """A network trained on one random batch; every worker has another one.
 
     Args:
         kind: One of :data:`MODELS`.
         size: One of :data:`SIZES`.
         batch_size: Images or sentences of one worker.
+        optimizer: One of :data:`OPTIMIZERS`.
 
     Raises:
-        ValueError: If there is no such kind or size, or no sample in a batch.
+        ValueError: If there is no such kind, size or optimizer, or no sample in a batch.
     """
 
-    def __init__(self, kind: str, size: str, batch_size: int) -> None:
+    def __init__(self, kind: str, size: str, batch_size: int, optimizer: str = "sgd") -> None:
         super().__init__()
         check_name("model", kind, _KINDS)
         check_name("size", size, SIZES)
+        check_name("optimizer", optimizer, OPTIMIZERS)
         if batch_size < 1:
             raise ValueError(f"a batch needs a sample or more, got batch_size={batch_size}")
-        self.kind, self.batch_size = kind, batch_size
+        self.kind, self.batch_size, self.optimizer = kind, batch_size, optimizer
         self.net = _KINDS[kind].build(_KINDS[kind].widths[size])
 
     @override
@@ -132,7 +139,7 @@ class Classifier(Workload):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+        return OPTIMIZERS[self.optimizer](self.parameters())
 
 
 class Paced(Workload):

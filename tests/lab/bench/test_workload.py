@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from lab.bench.measure import Task
 from lab.bench.workload import MODELS, Classifier, Paced, scaled
 from lightning_safusion.profiling.trace import Trace, TraceTensor
 from lightning_safusion.tools.plan.traces import resolve_trace
@@ -34,6 +35,13 @@ def test_unknown_models_are_refused() -> None:
         Classifier("conv", "huge", 2)
     with pytest.raises(ValueError, match="batch_size=0"):
         Classifier("conv", "tiny", 0)
+    with pytest.raises(ValueError, match="unknown optimizer 'adam'. Did you mean 'adamw'"):
+        Classifier("conv", "tiny", 2, "adam")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)])
+def test_a_benchmark_trains_with_the_optimizer_that_is_named(name: str, kind: type[torch.optim.Optimizer]) -> None:
+    assert type(Task("conv", "tiny", 2, optimizer=name).module().configure_optimizers()) is kind
 
 
 def test_a_scaled_trace_has_the_share_of_the_elements_and_all_of_the_time() -> None:
