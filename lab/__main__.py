@@ -35,7 +35,7 @@ STUDIES = {
     "simulator": ("lab.simulator:simulator", "The simulator against measurement (Linux, root)."),
     "planners": ("lab.planners:planners", "How far published planners are from the best plan."),
     "break-even": ("lab.break_even:break_even_tables", "From where on DDP is as good as the default."),
-    "picture": ("lab.picture:picture", "The picture of the README, from the table of measured steps."),
+    "picture": ("lab.picture:picture", "The pictures of the README and the results, from the documents' tables."),
     "systems": ("lab.systems:write_tables", "Writes the tables of docs/systems.md and docs/limits.md anew."),
     "traces": ("lab.architectures:traces", "Writes the traces that the simulator ships."),
     "experiments": ("lab.experiments:experiments", "The experiments of the papers' slides on the simulator."),

@@ -14,22 +14,29 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lab.markdown import markdown
+from lab.svg import BF16, DDP, DEFAULT, chart
 from lightning_safusion.comm.catalogue import BYTES_ALONE, shards_pay
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import allgather_bytes, ring_allreduce_bytes
 from lightning_safusion.comm.wire.formats import message_bytes
 from lightning_safusion.sparsify.schedule import SuitedDensity
-from lightning_safusion.systems import DEFAULT
-from lightning_safusion.tools.plan.cluster import Cluster
+from lightning_safusion.systems import DEFAULT as SYSTEM
+from lightning_safusion.tools.plan.cluster import Cluster, resolve_link
 from lightning_safusion.tools.plan.comparison import break_even
 from lightning_safusion.tools.plan.device import DEVICES
 from lightning_safusion.tools.plan.job import Job
+from lightning_safusion.tools.plan.systems import run_system
 from lightning_safusion.tools.plan.traces import resolve_trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 #: Elements of the gradient whose messages are computed.
 ELEMENTS = 2**22
@@ -47,6 +54,13 @@ CLUSTERS = ((2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (2, 8), (4, 8), (8, 8))
 #: Trace, and the density that the strategy takes with its usual optimizer.
 JOBS = {"ResNet-50": ("resnet-50", SuitedDensity.PLAIN), "BERT-large": ("bert-large", SuitedDensity.WITH_MOMENTUM)}
 BASELINES = {"ddp": "DDP", "ddp-bf16": "DDP in bf16"}
+#: What the picture shows: a job, nodes, GPUs in each, and what these are called.
+PICTURED = (
+    ("ResNet-50", 2, 1, "ResNet-50, SGD at 10 %, 2 x 1 GPUs"),
+    ("BERT-large", 4, 8, "BERT-large, AdamW at 2 %, 4 x 8 GPUs"),
+)
+#: Gbit/s of a node's card in the picture.
+RATES = tuple(10 ** (tenth / 10) for tenth in range(27))
 _BLOCK = re.compile(r"(<!-- (bytes|densities|bandwidths|safusion plan [^\n]*?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -55,15 +69,18 @@ def break_even_tables(document: str | None = None) -> None:
 
     Args:
         document: Markdown file whose tables and outputs are written anew, in place of printing: docs/will_it_help.md.
+            The picture is images/break_even.svg beside it.
 
     Raises:
         ValueError: If it marks no place for them.
+        ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
     """
     if document is None:
         print("\n\n".join(make() for make in TABLES.values()))
         return
     path = Path(document)
     path.write_text(documented(path.read_text(encoding="utf-8")), encoding="utf-8")
+    picture(path.parent / "images" / "break_even.svg")
 
 
 def documented(text: str) -> str:
@@ -139,11 +156,49 @@ def bandwidths_table() -> str:
 @cache
 def bandwidths(nodes: int, gpus: int) -> tuple[str, ...]:
     """A row of :func:`bandwidths_table`: the cells of each of :data:`JOBS` over each of :data:`BASELINES`."""
-    cells = []
-    for trace, density in JOBS.values():
-        job = Job(resolve_trace(trace), Cluster(nodes, gpus, device=DEVICES["a100"]), density)
-        cells += [_shown(break_even(job, DEFAULT, baseline)) for baseline in BASELINES]
-    return tuple(cells)
+    jobs = [_job(name, nodes, gpus) for name in JOBS]
+    return tuple(_shown(break_even(job, SYSTEM, baseline)) for job in jobs for baseline in BASELINES)
+
+
+def _job(name: str, nodes: int, gpus: int) -> Job:
+    trace, density = JOBS[name]
+    return Job(resolve_trace(trace), Cluster(nodes, gpus, device=DEVICES["a100"]), density)
+
+
+def picture(path: Path) -> None:
+    """Draws how many times as fast as DDP the default and DDP in bf16 are, over the bandwidth of a node's card."""
+    jobs = {called: _job(name, nodes, gpus) for name, nodes, gpus, called in PICTURED}
+    ends = [break_even(job, SYSTEM, "ddp-bf16") for job in jobs.values()]
+    about = [f"{called}: up to {_shown(end)} Gbit/s" for called, end in zip(jobs, ends, strict=True)]
+    title = "The default against DDP and DDP in bf16, by bandwidth"
+    with chart(path, (5.2, 5.6), title, f"The default is ahead. {'; '.join(about)}. Simulated.") as figure:
+        for axes, (called, job), end in zip(figure.subplots(2, 1), jobs.items(), ends, strict=True):
+            _draw(axes, job, end)
+            axes.set_title(called)
+        figure.supxlabel("Gbit/s of a node's network card")
+        figure.supylabel("times as fast as DDP")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=3)
+
+
+def _draw(axes: Axes, job: Job, end: float) -> None:
+    """The curves of a job, and up to how many Gbit/s the default is ahead."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    there = [replace(job, cluster=replace(job.cluster, inter=resolve_link(f"{rate:g}gbit"))) for rate in RATES]
+    seconds = {system: [run_system(system, each).seconds for each in there] for system in (*BASELINES, SYSTEM)}
+    for (system, times), color in zip(seconds.items(), (DDP, BF16, DEFAULT), strict=True):
+        faster = [dense / own for dense, own in zip(seconds["ddp"], times, strict=True)]
+        label = BASELINES.get(system, "SAFusion, default")
+        axes.plot(RATES, faster, color=color, linewidth=2.5, label=label)
+    axes.axvline(end, color=DDP, linestyle=":")
+    note, place = f"{_shown(end)} Gbit/s:\nfrom here on\nDDP in bf16", ("data", "axes fraction")
+    axes.annotate(note, (end, 0.98), (6, 0), xycoords=place, textcoords="offset points", va="top")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis, ticks in ((axes.xaxis, (1, 3, 10, 30, 100, 300)), (axes.yaxis, (1, 2, 5, 10, 20, 50))):
+        axis.set_major_locator(FixedLocator(ticks))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _shown(rate: float) -> str:

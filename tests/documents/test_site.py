@@ -63,7 +63,7 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
 def test_what_lies_beside_the_documents_is_on_the_site(site: Path) -> None:
     home = (site / "index.html").read_text(encoding="utf-8")
     assert 'href="will_it_help.html' in home
-    assert 'src="images/steps.png"' in home
+    assert 'src="images/steps.svg"' in home
     assert 'href="examples/ddp_script.py"' in home
     assert (site / "examples" / "ddp_script.py").read_text() == (ROOT / "examples" / "ddp_script.py").read_text()
     assert "Unreleased" in (site / "changelog.html").read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ def test_what_lies_beside_the_documents_is_on_the_site(site: Path) -> None:
     ("uri", "link", "expected"),
     [
         ("index.md", "[a](docs/guide/yaml.md#x)", "[a](guide/yaml.md#x)"),
-        ("index.md", "![a](docs/images/steps.png)", "![a](images/steps.png)"),
+        ("index.md", "![a](docs/images/steps.svg)", "![a](images/steps.svg)"),
         ("limits.md", "[a](../README.md#x)", "[a](index.md#x)"),
         ("limits.md", "[`a`](../examples/cli.py)", "[`a`](examples/cli.py)"),
         ("guide/yaml.md", "[a](../../examples/cli.py)", "[a](../examples/cli.py)"),

@@ -59,7 +59,8 @@ def test_links_of_an_index_page_lead_to_the_repository(tmp_path: Path) -> None:
     ours = {found[2]: found[1] for target in targets if (found := begin.match(target))}
     assert len(ours) > 15
     assert {path for path in ours if not (ROOT / path).is_file()} == set()
-    assert {path for path, kind in ours.items() if kind == "raw"} == {"docs/images/steps.png"}
+    raw = {path for path, kind in ours.items() if kind == "raw"}
+    assert raw == {"docs/images/steps.svg", "docs/images/mechanism.svg"}
     assert f"({home}/blob/v{__version__}/README.md#papers)" in text
     urls = dict(line.split(", ") for line in built.get_all("Project-URL", []))
     assert {"Source", "Documentation", "Changelog", "Paper: SAFusion", "Paper: ADTopk"} == urls.keys()
