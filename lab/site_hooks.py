@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages that lie beside ``docs/``, links between them as the repository has them, roles in docstrings.
+"""Hooks of mkdocs: pages beside ``docs/``, links as the repository has them, buttons at home, roles in docstrings.
 
 In the repository ``docs/limits.md`` links to ``../examples/cli.py`` and the README to ``docs/limits.md``. On the site
 the README is the first page, and the files of the examples lie beside the pages.
@@ -21,6 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "LICENSE": "LICENSE.txt"}
 #: Kinds of files of ``examples/`` that are published under their own names.
 KINDS = (".py", ".yaml", ".sbatch", ".md")
+#: Buttons below the first paragraph of the home page.
+BUTTONS = (
+    "[Quickstart](docs/quickstart.md){ .md-button .md-button--primary } "
+    "[Will it help?](docs/will_it_help.md){ .md-button }"
+)
 _DOCS = "docs/"
 _FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
@@ -45,7 +50,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links of the repository into links of the site."""
+    """Turns links of the repository into links of the site, and adds the buttons of the home page."""
+    if page.file.src_uri == "index.md":
+        title, first, rest = markdown.split("\n\n", 2)
+        markdown = "\n\n".join((title, first, BUTTONS, rest))
     parts = _FENCED.split(markdown)
     parts[::2] = [moved(text, page.file.src_uri) for text in parts[::2]]
     return "".join(parts)
@@ -54,6 +62,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Writes names in docstrings (``:class:`~package.Name```) as names."""
     return _ROLE.sub(lambda match: f"<code>{match[1] or match[2]}</code>", html)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Takes the mark off the repository's link by which the theme would fetch stars and forks from its host."""
+    return output.replace('data-md-component="source"', "")
 
 
 def moved(text: str, uri: str) -> str:

@@ -15,13 +15,16 @@ import lightning_safusion
 from lab.site_hooks import moved
 from lightning_safusion import metrics
 from tests.documents.pages import ROOT
+from tests.e2e.browser import browser
+
+HOME = "https://github.com/somebody/safusion"
 
 
 def build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
         cwd=source,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "SAFUSION_URL": HOME},
         capture_output=True,
         text=True,
         check=False,
@@ -55,8 +58,22 @@ def test_lists_and_tables_are_no_text(site: Path) -> None:
 def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         elements = r'<(?:script|img|iframe)[^>]* src="(https?://[^"]+)|<link[^>]* href="(https?://[^"]+)'
-        fetched = re.findall(elements, page.read_text(encoding="utf-8"))
+        text = page.read_text(encoding="utf-8")
+        fetched = re.findall(elements, text)
         assert not fetched, f"{page.name}: {fetched}"
+        assert 'data-md-component="source"' not in text  # by which the theme asks the repository's host for its stars
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pages_can_be_searched_that_were_opened_as_files(site: Path, tmp_path: Path, width: int) -> None:
+    with browser(tmp_path) as window:
+        window.show(site / "index.html", width, 900, "light")
+        window.type("[data-md-component=search-query]", "break-even bandwidth")
+        found = window.until("document.querySelector('.md-search-result__link')?.href")
+        assert found == (site / "will_it_help.html").resolve().as_uri()
+        assert [each for each in window.requests() if not each.startswith(("file:", "data:"))] == []
+        assert window.console() == []
 
 
 @pytest.mark.slow
@@ -64,7 +81,9 @@ def test_what_lies_beside_the_documents_is_on_the_site(site: Path) -> None:
     home = (site / "index.html").read_text(encoding="utf-8")
     assert 'href="will_it_help.html' in home
     assert 'src="images/steps.svg"' in home
+    assert '<a class="md-button md-button--primary" href="quickstart.html">' in home
     assert 'href="examples/ddp_script.py"' in home
+    assert f'<a href="{HOME}"' in home
     assert (site / "examples" / "ddp_script.py").read_text() == (ROOT / "examples" / "ddp_script.py").read_text()
     assert "Unreleased" in (site / "changelog.html").read_text(encoding="utf-8")
 

@@ -59,6 +59,21 @@ class Browser:
     def ask(self, expression: str) -> Any:
         return self._send("POST", "/execute/sync", script=f"return {expression}", args=[])
 
+    def until(self, expression: str) -> Any:
+        """The value of an expression as soon as it is true.
+
+        Raises:
+            RuntimeError: If that takes too long.
+        """
+        look = f"const look = () => {{ const value = {expression}; value ? done(value) : requestAnimationFrame(look) }}"
+        return self._send("POST", "/execute/async", script=f"const done = arguments[0]; {look}; look()", args=[])
+
+    def type(self, field: str, text: str) -> None:
+        """Types into the field that a CSS selector names."""
+        self.ask(f"document.querySelector({field!r}).focus()")
+        self.devtools("Input.insertText", text=text)
+        self.devtools("Input.dispatchKeyEvent", type="keyUp")
+
     def console(self) -> list[str]:
         """What the page has written to the console since it was asked last: errors, warnings, refused requests."""
         return [entry["message"] for entry in self._send("POST", "/se/log", type="browser")]
