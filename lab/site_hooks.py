@@ -24,7 +24,7 @@ KINDS = (".py", ".yaml", ".sbatch", ".md")
 #: Buttons below the first paragraph of the home page.
 BUTTONS = (
     "[Quickstart](docs/quickstart.md){ .md-button .md-button--primary } "
-    "[Will it help?](docs/will_it_help.md){ .md-button }"
+    "[Will it help?](docs/will_it_help.md){ .md-button .md-button--primary }"
 )
 _DOCS = "docs/"
 _FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
@@ -67,6 +67,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Takes the mark off the repository's link by which the theme would fetch stars and forks from its host."""
     return output.replace('data-md-component="source"', "")
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same on pages that are no documents."""
+    return output_content.replace('data-md-component="source"', "")
 
 
 def moved(text: str, uri: str) -> str:
