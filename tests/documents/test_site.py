@@ -65,6 +65,18 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
+def test_pages_fit_and_have_their_pictures(site: Path, tmp_path: Path, width: int, scheme: str) -> None:
+    pictures = "[...document.querySelectorAll('.md-content img')].map(each => [each.src, each.naturalWidth])"
+    with browser(tmp_path) as window:
+        for page in sorted({*site.rglob("*.html")} - {site / "404.html"}):  # which a server shows
+            window.show(page, width, 900, scheme)
+            assert window.ask("document.documentElement.scrollWidth") == width, page
+            assert [source for source, size in window.ask(pictures) if size == 0] == [], page
+            assert window.console() == [], page
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_pages_can_be_searched_that_were_opened_as_files(site: Path, tmp_path: Path, width: int) -> None:
     with browser(tmp_path) as window:
