@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -74,6 +75,15 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("images")
     picture(ROOT / "docs", folder)
     return folder
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=lambda path: path.name)
+def test_a_picture_says_what_it_shows_and_follows_a_dark_screen(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)  # noqa: S314 - a file of this repository
+    assert root.get("role") == "img"
+    assert all(root.findtext(f"{{http://www.w3.org/2000/svg}}{name}") for name in ("title", "desc"))
+    assert "prefers-color-scheme: dark" in text or path.name == "logo.svg"
 
 
 def test_the_readme_says_what_its_picture_shows() -> None:
