@@ -47,7 +47,7 @@ class BufferSizeTuner(StrategyCallback):
         cadence: When plans are reviewed, and how large a gain is worth a change.
         options: Arguments of the cadence, one by one; deprecated.
         min_elements: Elements of the model's tensors that a buffer holds at least; the last one may hold fewer.
-        max_elements: Elements that it holds at most, but for one larger tensor alone. None: no bound.
+        max_elements: Elements that it holds at most, except for one larger tensor alone. None: no bound.
 
     Attributes:
         decisions: All decisions of this fit, on every rank.

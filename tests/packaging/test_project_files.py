@@ -67,6 +67,7 @@ def test_the_citation_is_of_this_version_and_of_the_papers_of_the_readme() -> No
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
     assert citation["version"] == __version__
     readme = (ROOT / "README.md").read_text()
+    assert f"version = {{{__version__}}}" in readme.partition("@software")[2]
     named = set(re.findall(r"https://doi\.org/([\w./]+)", readme))
     assert {paper["doi"] for paper in citation["references"]} == named
 
