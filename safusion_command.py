@@ -1,12 +1,13 @@
 """The ``safusion`` command, and how a command with subcommands is made of functions.
 
-It stands beside the package, because to import anything of the package imports torch and Lightning, which takes
-seconds: the list of subcommands needs none of it, and a subcommand's module is imported when it is named.
+It stands beside the package, which imports torch and Lightning to register its strategies. That takes seconds, so it
+waits until a subcommand is named that needs them.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import sys
 from argparse import SUPPRESS, Action
@@ -21,6 +22,7 @@ import shtab
 from docstring_parser import parse
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
+_PACKAGE = "lightning_safusion"
 _SHELLS = ("bash", "zsh", "tcsh")
 
 #: Each subcommand: the function that it calls, as ``MODULE:NAME``, and what it does, in a line.
@@ -50,6 +52,8 @@ COMMANDS = {
         "Makes a web page of what the callbacks of a run have measured.",
     ),
 }
+#: Of these functions, those that need neither torch nor Lightning.
+_WITHOUT_TORCH = ("lightning_safusion.tools.tables:print_systems",)
 
 
 class _Help(DefaultHelpFormatter):
@@ -73,6 +77,8 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: With 1 and a message if the command failed, with 2 if the arguments are wrong.
     """
     about = "Find out whether compressed gradients help your training, and watch them."
+    if args is None:  # nobody else imports the package in this process
+        _hold_back()
     run("safusion", about, COMMANDS, sys.argv[1:] if args is None else args, version("lightning-safusion"))
 
 
@@ -113,8 +119,18 @@ def run(
         sys.exit(f"{program}: stopped")
 
 
+def _hold_back() -> None:
+    """Lets modules of the package be imported that need neither torch nor Lightning, before the package itself is."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is not None and _PACKAGE not in sys.modules:
+        sys.modules[_PACKAGE] = importlib.util.module_from_spec(spec)
+
+
 def _function(path: str) -> Callable[..., None]:
     """The function behind a subcommand, ``MODULE:NAME``."""
+    package = sys.modules.get(_PACKAGE)
+    if package is not None and not hasattr(package, "__all__") and path not in _WITHOUT_TORCH:
+        importlib.reload(package)  # it was held back: now it is executed
     module, _, name = path.partition(":")
     function: Callable[..., None] = getattr(importlib.import_module(module), name)
     return function

@@ -5,7 +5,16 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+#: Among which elements those that are sent are chosen.
+Scope: TypeAlias = Literal["tensor", "group"]
+#: ``"auto"``: proportional where elements are compared in units of the update, else shared.
+QuotaRule: TypeAlias = Literal["auto", "proportional", "shared", "pooled"]
+#: Units in which elements are compared; ``"auto"``: those of the update where that has been measured to lose less.
+SelectBy: TypeAlias = Literal["auto", "gradient", "update"]
+#: Exchanges other than the engine's.
+DDPHookName: TypeAlias = Literal["none", "bf16", "fp16", "powersgd", "powersgd-rank4", "local", "dear"]
 
 _T = TypeVar("_T")
 

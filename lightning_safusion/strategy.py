@@ -36,7 +36,6 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Clock, Observer
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.plans.policy import FusionPolicy
-from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.settings import Integrity
 from lightning_safusion.fusion.state import common_state, restore_common
 from lightning_safusion.integration.checkpoint.checkpoints import Checkpoints
@@ -48,11 +47,10 @@ from lightning_safusion.integration.meeting import all_present
 from lightning_safusion.integration.options import refuse_accelerator, refuse_options
 from lightning_safusion.integration.parameters import trained
 from lightning_safusion.integration.readings import EngineReadings
-from lightning_safusion.lookup import check_name
+from lightning_safusion.lookup import QuotaRule, Scope, SelectBy, check_name
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import DensitySchedule
-from lightning_safusion.sparsify.selection.units import SelectBy
 from lightning_safusion.systems.rows import DEFAULT
 from lightning_safusion.systems.settings import job_parts
 

@@ -8,11 +8,10 @@ from typing import Any, Literal, get_args
 from lab.convergence.adaptive import ClippedResidual
 from lightning_safusion.fusion.plans.policy import Aligned, Single
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.lookup import check_name
+from lightning_safusion.lookup import SelectBy, check_name
 from lightning_safusion.notation import hints_of, make_part, read, typed
 from lightning_safusion.sparsify import Memory, resolve_density, resolve_memory, resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart, DensitySchedule, ExponentialRamp
-from lightning_safusion.sparsify.selection.units import SelectBy
 
 Method = Literal[
     "dense", "behind", "ahead", "shared", "pooled", "auto", "bf16", "powersgd", "demo", "sparseloco", "scape"

@@ -3,9 +3,10 @@
 from torch.distributed import ProcessGroup
 
 from lightning_safusion.baselines.easgd import ElasticExchange
-from lightning_safusion.baselines.hooks import DDPHookName, HookExchange
+from lightning_safusion.baselines.hooks import HookExchange
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.integration.exchange import GradientExchange
+from lightning_safusion.lookup import DDPHookName
 
 __all__ = ["hook_exchange"]
 

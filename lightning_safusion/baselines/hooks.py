@@ -3,7 +3,7 @@
 # No "from __future__ import annotations": DDP compares a hook's annotation with the class itself.
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion.integration.exchange import GradientExchange
-
-DDPHookName = Literal["none", "bf16", "fp16", "powersgd", "powersgd-rank4", "local", "dear"]
+from lightning_safusion.lookup import DDPHookName
 
 #: Rank of PowerSGD's matrices, by name of the hook; 1 is torch's default.
 POWERSGD_RANKS: Mapping[str, int] = MappingProxyType({"powersgd": 1, "powersgd-rank4": 4})

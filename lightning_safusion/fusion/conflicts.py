@@ -11,9 +11,8 @@ from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
 from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.comm.wire.values import VALUES
 from lightning_safusion.fusion.plans.registry import POLICIES
-from lightning_safusion.fusion.quota import QuotaRule, Scope
+from lightning_safusion.lookup import QuotaRule, Scope, SelectBy
 from lightning_safusion.sparsify.memory.residual import MEMORIES
-from lightning_safusion.sparsify.selection.units import SelectBy
 
 if TYPE_CHECKING:
     from lightning_safusion.fusion.settings import EngineSettings

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.plans.selective import selective_counts
+from lightning_safusion.lookup import Scope
 from lightning_safusion.sparsify.base import Segments, Sparsifier, element_quota
-
-Scope = Literal["tensor", "group"]
-#: ``"auto"``: proportional where elements are compared in units of the update, else shared.
-QuotaRule = Literal["auto", "proportional", "shared", "pooled"]
 
 # A tensor's guaranteed share under shared and pooled quotas: a quarter of its proportional quota; the rest is for the
 # largest elements, of the model or of the span.

@@ -15,13 +15,12 @@ from lightning_safusion.fusion.conflicts import CONFLICTS, SHARDS, UPDATES
 from lightning_safusion.fusion.layout import Layout, TensorSpec
 from lightning_safusion.fusion.plans.cadence import Cadence
 from lightning_safusion.fusion.plans.policy import FusionPolicy
-from lightning_safusion.fusion.quota import QuotaRule, Scope, tensor_quotas
-from lightning_safusion.lookup import check_name
+from lightning_safusion.fusion.quota import tensor_quotas
+from lightning_safusion.lookup import QuotaRule, Scope, SelectBy, check_name
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.memory.momentum import DGCMemory
 from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule
-from lightning_safusion.sparsify.selection.units import SelectBy
 
 #: How damage of messages is noticed.
 Integrity: TypeAlias = Literal["checksum"]

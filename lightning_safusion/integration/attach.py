@@ -16,14 +16,13 @@ from typing_extensions import Unpack
 
 from lightning_safusion.announce import MisconfigurationException
 from lightning_safusion.fusion.plans.policy import FusionPolicy
-from lightning_safusion.fusion.quota import QuotaRule, Scope
 from lightning_safusion.fusion.settings import Integrity
 from lightning_safusion.integration.attached import Attached
 from lightning_safusion.integration.wrapped import InDDP, Wrapped
+from lightning_safusion.lookup import QuotaRule, Scope, SelectBy
 from lightning_safusion.sparsify.base import Sparsifier
 from lightning_safusion.sparsify.memory.contract import Memory
 from lightning_safusion.sparsify.schedule import DensitySchedule
-from lightning_safusion.sparsify.selection.units import SelectBy
 from lightning_safusion.systems import DEFAULT, SHARDED_ROWS
 from lightning_safusion.systems.settings import JobParts, job_parts
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from lightning_safusion.baselines.hooks import DDPHookName
-from lightning_safusion.fusion.conflicts import FEW_BITS
-from lightning_safusion.fusion.plans.adaptive import Adaptive
-from lightning_safusion.fusion.plans.policy import FusionPolicy
-from lightning_safusion.fusion.plans.registry import resolve_fusion
-from lightning_safusion.fusion.quota import QuotaRule, Scope
-from lightning_safusion.lookup import look_up
-from lightning_safusion.sparsify.selection.units import SelectBy
+from lightning_safusion.lookup import DDPHookName, QuotaRule, Scope, SelectBy, look_up
+
+if TYPE_CHECKING:  # the table is read where there is no torch
+    from lightning_safusion.fusion.plans.policy import FusionPolicy
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,9 @@ class EngineSystem(System):
 
     def policy(self) -> FusionPolicy:
         """The grouping policy with this row's options."""
+        from lightning_safusion.fusion.plans.adaptive import Adaptive
+        from lightning_safusion.fusion.plans.registry import resolve_fusion
+
         return Adaptive(rule="paper") if self.fusion == "adaptive-paper" else resolve_fusion(self.fusion)
 
     @property
@@ -86,12 +85,6 @@ class HookSystem(System):
 
 #: The system of ``SAFusionStrategy()``: the best one at equal bytes.
 DEFAULT = "saf-pooled"
-#: Where one of its own parts does not go with given ones: the plain part that takes its place, and when.
-GIVES_WAY: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "quota": ("proportional", lambda parts: parts.scope == "group" or parts.offload),
-    # rounding errors need a memory
-    "wire": ("auto", lambda parts: parts.memory.name == "none" or not FEW_BITS.met(parts)),
-}
 #: Tensors below this size (norms, biases) are a small share of the bytes; dense ones are never stale.
 SMALL = 512
 

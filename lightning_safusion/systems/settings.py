@@ -9,17 +9,24 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_safusion.announce import MisconfigurationException
+from lightning_safusion.fusion.conflicts import FEW_BITS
 from lightning_safusion.fusion.plans.registry import resolve_fusion
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.notation import read, typed
 from lightning_safusion.sparsify.memory.residual import resolve_memory
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DensitySchedule, SuitedDensity, resolve_density
-from lightning_safusion.systems.rows import DEFAULT, GIVES_WAY, EngineSystem, HookSystem, resolve_system
+from lightning_safusion.systems.rows import DEFAULT, EngineSystem, HookSystem, resolve_system
 
 # DDP with a hook has no parts; the strategy reads a plain memory of its settings.
 _NO_PARTS = EngineSystem("", "", "", "single")
 
+# Where one of the default system's parts does not go with given ones: the plain part that takes its place, and when.
+_GIVES_WAY: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "quota": ("proportional", lambda parts: parts.scope == "group" or parts.offload),
+    # rounding errors need a memory
+    "wire": ("auto", lambda parts: parts.memory.name == "none" or not FEW_BITS.met(parts)),
+}
 # From what is given to the part. Other settings are values.
 _RESOLVERS: dict[str, Callable[[Any], Any]] = {
     "compressor": resolve_sparsifier,
@@ -130,5 +137,5 @@ def engine_settings(
     parts = {name: _RESOLVERS[name](value) if name in _RESOLVERS else value for name, value in chosen.items()}
     if row.name == DEFAULT:
         made = SimpleNamespace(**parts)
-        parts |= {name: plain for name, (plain, where) in GIVES_WAY.items() if name not in given and where(made)}
+        parts |= {name: plain for name, (plain, where) in _GIVES_WAY.items() if name not in given and where(made)}
     return EngineSettings(**parts)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lightning_safusion
 from lightning_safusion import Segments, SpanSurvey
-from lightning_safusion.fusion.quota import QuotaRule
+from lightning_safusion.lookup import QuotaRule
 from lightning_safusion.sparsify import History, resolve_sparsifier, segmented_view
 from lightning_safusion.sparsify.selection.survey import Live, Selector
 from tests.cluster import Cluster, settings, specs

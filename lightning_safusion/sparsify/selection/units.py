@@ -6,16 +6,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from operator import is_
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
-
-#: Units in which elements are compared; ``"auto"``: those of the update where that has been measured to lose less.
-SelectBy: TypeAlias = Literal["auto", "gradient", "update"]
 
 
 class Moment(NamedTuple):

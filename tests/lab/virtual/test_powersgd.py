@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lab.virtual.powersgd import PowerSGD, _Matrices, orthogonalized
 from lab.virtual.training import taken_gradients
 from lab.virtual.workers import Rounded
-from lightning_safusion.baselines.hooks import DDPHookName, HookExchange
+from lightning_safusion.baselines.hooks import HookExchange
 from lightning_safusion.fusion.layout import specs_from_parameters
+from lightning_safusion.lookup import DDPHookName
 from tests.models import weights
 from tests.process_group import run_ranks
 
