@@ -52,6 +52,8 @@ COMMANDS = {
         "Makes a web page of what the callbacks of a run have measured.",
     ),
 }
+#: What subcommands need besides the dependencies of the package.
+_NEEDS = {"demo": ("matplotlib", "sklearn"), "bench": ("matplotlib",), "report": ("jinja2", "matplotlib")}
 #: Of these functions, those that need neither torch nor Lightning.
 _WITHOUT_TORCH = ("lightning_safusion.tools.tables:print_systems",)
 
@@ -105,6 +107,10 @@ def run(
         if not args or args[0] not in commands:
             _about(_Parser(prog=program, description=description, version=release), commands, args)
             return
+        if commands is COMMANDS and not {"-h", "--help"} & set(args):
+            from lightning_safusion.lookup import need
+
+            need(*_NEEDS.get(args[0], ()), what=f"{program} {args[0]}")
         function = _function(commands[args[0]][0])
         parser = _Parser(prog=f"{program} {args[0]}", allow_abbrev=False)
         add_arguments(parser, function)

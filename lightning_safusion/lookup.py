@@ -16,6 +16,9 @@ SelectBy: TypeAlias = Literal["auto", "gradient", "update"]
 #: Exchanges other than the engine's.
 DDPHookName: TypeAlias = Literal["none", "bf16", "fp16", "powersgd", "powersgd-rank4", "local", "dear"]
 
+# Modules that only some commands need, and the extras that bring them.
+_EXTRAS = {"jinja2": "plot", "matplotlib": "plot", "sklearn": "examples"}
+
 _T = TypeVar("_T")
 
 
@@ -86,16 +89,17 @@ def read_value(option: str, text: str, hint: Any) -> Any:
     return text.split("|") if list[str] in kinds else text
 
 
-def need(module: str, extra: str, what: str = "this") -> None:
-    """Checks that a module of an extra is installed, before the work begins whose results need it.
+def need(*modules: str, what: str = "this") -> None:
+    """Checks that modules of extras are installed, before the work begins whose results need them.
 
     Args:
-        module: Its name.
-        extra: Brings it.
-        what: Needs it.
+        *modules: Their names, of ``_EXTRAS``.
+        what: Needs them.
 
     Raises:
-        ModuleNotFoundError: If it is missing; names the extra that brings it.
+        ModuleNotFoundError: If some are missing; names all of them, and the extras that bring them.
     """
-    if importlib.util.find_spec(module) is None:
-        raise ModuleNotFoundError(f'{what} needs {module}: pip install "lightning-safusion[{extra}]"')
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        extras = ",".join(sorted({_EXTRAS[module] for module in missing}))
+        raise ModuleNotFoundError(f'{what} needs {" and ".join(missing)}: pip install "lightning-safusion[{extras}]"')

@@ -144,7 +144,7 @@ def begin(workers: int, output: Path) -> tuple[Console, Path]:
     """
     if workers < 2:
         raise ValueError(f"workers is {workers}: a single worker exchanges nothing, give 2 or more")
-    need("matplotlib", "plot")
+    need("matplotlib")
     torch.set_num_threads(1)  # no threads before the workers are forked
     output.mkdir(parents=True, exist_ok=True)
     return Console(width=None if sys.stdout.isatty() else _WIDTH), output

@@ -74,12 +74,22 @@ def test_a_useless_value_ends_with_a_message_that_names_it(arguments: list[str],
 
 @pytest.mark.parametrize(
     ("argument", "code", "shown"),
-    [("systems", 0, "saf-pooled"), ("--version", 0, __version__), ("--help", 0, "plan"), ("pln", 2, "mean 'plan'?")],
+    [
+        ("systems", 0, "saf-pooled"),
+        ("--version", 0, __version__),
+        ("--help", 0, "plan"),
+        ("pln", 2, "mean 'plan'?"),
+        ("demo", 1, 'demo needs matplotlib and sklearn: pip install "lightning-safusion[examples,plot]"\n'),
+    ],
 )
-def test_what_concerns_no_training_needs_neither_torch_nor_lightning(argument: str, code: int, shown: str) -> None:
+def test_what_trains_nothing_waits_for_nothing_and_needs_no_extra(argument: str, code: int, shown: str) -> None:
     script = f"""
+import importlib.util
 import sys
-sys.modules |= dict.fromkeys(("torch", "lightning"))  # these cannot be imported
+
+GONE, find_spec = ("torch", "lightning", "matplotlib", "sklearn"), importlib.util.find_spec
+sys.modules |= dict.fromkeys(GONE)  # these cannot be imported
+importlib.util.find_spec = lambda name: None if name in GONE else find_spec(name)
 sys.argv[1:] = [{argument!r}]
 import safusion_command
 safusion_command.main()

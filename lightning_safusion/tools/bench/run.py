@@ -27,7 +27,6 @@ from lightning_safusion.comm.transport.torch_backend import end_groups_at_exit
 from lightning_safusion.integration.model_parallel import SAFusionModelParallelStrategy
 from lightning_safusion.integration.parameters import trainable
 from lightning_safusion.literal import literal
-from lightning_safusion.lookup import need
 from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import DEFAULT, sharded_names
 from lightning_safusion.tools.bench.forecast import Recorded, record
@@ -111,7 +110,6 @@ def run_bench(
 
     Raises:
         ValueError: If a name or number makes no sense.
-        ModuleNotFoundError: If an extra is missing; names it.
         RuntimeError: If DDP itself cannot train the job, or a process fails; names its log.
     """
     run_own(JobOptions(**locals()))
@@ -122,10 +120,8 @@ def run_own(options: JobOptions) -> None:
 
     Raises:
         ValueError: If something that was given makes no sense.
-        ModuleNotFoundError: If an extra is missing; names it.
         RuntimeError: If DDP itself cannot train the job; says why.
     """
-    need("matplotlib", "plot")
     rows = checked_rows(options)
     logs = Path(options.output, "logs")
     logs.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ def load_digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
     Raises:
         ModuleNotFoundError: If scikit-learn is missing; names the extra that brings it.
     """
-    need("sklearn", "examples")
+    need("sklearn")
     from sklearn import datasets
 
     digits = datasets.load_digits()

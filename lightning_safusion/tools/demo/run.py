@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from lightning_safusion.callbacks import OverlapProfiler
 from lightning_safusion.literal import plural
-from lightning_safusion.lookup import need
 from lightning_safusion.profiling import load_timeline, plot_step
 from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import DEFAULT
@@ -121,7 +120,6 @@ def run_demo(
 
     Raises:
         ValueError: If an argument cannot be used; names the value and what to give instead.
-        ModuleNotFoundError: If scikit-learn or matplotlib is missing; names the extra that brings it.
         RuntimeError: If a training failed; names the log.
     """
     return compare(Settings(tuple(systems), bandwidth, density, epochs, workers, seed), output, Console())
@@ -129,7 +127,6 @@ def run_demo(
 
 def compare(settings: Settings, output: Path, console: Console) -> list[History]:
     """As :func:`run_demo`, on a console of the caller's choice."""
-    need("matplotlib", "plot")
     output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # no threads before the workers are forked
     settings, said = _with_link(settings)

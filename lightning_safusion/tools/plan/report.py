@@ -128,7 +128,7 @@ def run_plan(
     job = sharded_job(job, costs) if sharded else job
     over = parse_sweep(sweep) if sweep else {}
     if output is not None:
-        need("matplotlib", "plot")
+        need("matplotlib")
     rows = plan_table(job, names)
     console = Console()
     console.print(_plan_table(rows, job, job_trace, f"{origin} at {bandwidth}"))
@@ -306,7 +306,7 @@ def plot_sweep(records: Sequence[Mapping[str, Any]], over: str) -> Figure:
 
 
 def _new_figure(height: float) -> tuple[Figure, Axes]:
-    need("matplotlib", "plot")
+    need("matplotlib")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, height), layout="constrained")
