@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 
@@ -90,30 +91,33 @@ def _in_parts(job: Job, place: int) -> list[Message]:
 def espresso(job: Job) -> Schedule:
     """Precision, compression and device of each tensor, by trial on the clock itself; no merging."""
 
+    message = cache(partial(_message, job))  # trials differ in few tensors
+
+    def schedule(options: Sequence[Option]) -> Schedule:
+        selects, host = np.zeros(len(options)), np.zeros(len(options))
+        for place, option in enumerate(options):
+            if option == "sparse":
+                selects[place] = job.selects[place]
+            elif option == "sparse-cpu":
+                host[place] = job.cluster.device.cpu(job.numels[place])
+        return Schedule(list(map(message, range(len(options)), options)), selects.tolist(), host.tolist())
+
     def trial(options: Sequence[Option]) -> Iteration:
-        result = simulate(job.trace, job.cluster, _with_options(job, options))
+        result = simulate(job.trace, job.cluster, schedule(options))
         return Iteration(result.seconds, result.first_busy)
 
-    return _with_options(job, choose_options(job.trace.numels, trial))
+    return schedule(choose_options(job.trace.numels, trial))
 
 
-def _with_options(job: Job, options: Sequence[Option]) -> Schedule:
+def _message(job: Job, place: int, option: Option) -> Message:
+    """The exchange of one tensor."""
     cluster = job.cluster
-    messages, selects, host = [], np.zeros(len(options)), np.zeros(len(options))
-    for place, option in enumerate(options):
-        if option == "sparse":
-            selects[place] = job.selects[place]
-        elif option == "sparse-cpu":
-            host[place] = cluster.device.cpu(job.numels[place])
-        if option in ("full", "half"):
-            messages.append(job.dense_message([place], 4 if option == "full" else 2))
-        elif cluster.gpus_per_node > 1 and cluster.nodes > 1:
-            nbytes = float(job.sparse_bytes[place])
-            cost = cluster.hierarchical(nbytes, float(job.numels[place]) * 2)
-            messages.append(replace(job.decoded([place], cost, job.span_of([place]), cluster.nodes), collectives=3))
-        else:
-            messages.append(job.sparse_message([place], select=False))
-    return Schedule(messages, selects.tolist(), host.tolist())
+    if option in ("full", "half"):
+        return job.dense_message([place], 4 if option == "full" else 2)
+    if cluster.gpus_per_node > 1 and cluster.nodes > 1:
+        cost = cluster.hierarchical(float(job.sparse_bytes[place]), float(job.numels[place]) * 2)
+        return replace(job.decoded([place], cost, job.span_of([place]), cluster.nodes), collectives=3)
+    return job.sparse_message([place], select=False)
 
 
 def ssfusion(job: Job, offload: bool, interleaved: bool) -> Schedule:
