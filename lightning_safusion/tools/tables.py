@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from rich import box
@@ -52,12 +53,33 @@ class RowName:
         yield literal("\n".join(self.lines(options.max_width)))
 
 
-def plain_table(title: str | Text, caption: str, names: str, figures: Sequence[str]) -> Table:
-    """An empty table without frames: a column of names, and one for each of the figures."""
-    table = Table(
-        title=title, caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False
-    )
-    table.add_column(names)
+class FigureTable(Table):
+    """A table without frames. Where the terminal is too narrow, its last columns of figures are left out."""
+
+    def __init__(self, title: str | Text, caption: str = "") -> None:
+        super().__init__(
+            title=title,
+            caption=caption,
+            box=box.SIMPLE_HEAD,
+            collapse_padding=True,
+            pad_edge=False,
+            show_edge=False,
+            title_justify="left",
+            caption_justify="left",
+        )
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown, unbounded = copy(self), options.update_width(1 << 16)
+        shown.columns = list(self.columns)
+        while shown.columns[-1].no_wrap and shown.__rich_measure__(console, unbounded).minimum > options.max_width:
+            shown.columns.pop()
+        yield from Table.__rich_console__(shown, console, options)
+
+
+def plain_table(title: str | Text, caption: str, names: str, figures: Sequence[str]) -> FigureTable:
+    """An empty table: a column of names, and one for each of the figures."""
+    table = FigureTable(title, caption)
+    table.add_column(names, overflow="fold")
     for heading in figures:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
