@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from json import dumps
 from math import inf
 from typing import Any
 
@@ -43,19 +42,23 @@ class PlanRow:
     counted: bool = True
 
 
-def plan_table(job: Job, systems: Sequence[str]) -> list[PlanRow]:
+def plan_table(job: Job, systems: Sequence[str], begin: Callable[[str], object] = str) -> list[PlanRow]:
     """The prediction for each row, in the order of ``systems``.
 
     Args:
         job: The job.
         systems: Systems, with options as :func:`~lightning_safusion.tools.plan.rows.simulated_row` reads them.
+        begin: Is told the name of each row that is about to be simulated.
 
     Raises:
         ValueError: If there is no such row, or none of such a job; nothing was simulated then.
     """
     models = models_of(job)
     names = [models.row(name).name for name in systems]
-    results = {name: run_system(name, job) for name in dict.fromkeys([models.baseline, *names])}
+    results = {}
+    for name in dict.fromkeys([models.baseline, *names]):
+        begin(name)
+        results[name] = run_system(name, job)
     baseline = results[models.baseline].seconds
     rows = []
     for name in names:
@@ -118,9 +121,9 @@ def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
 
 def recommend(
     rows: Sequence[PlanRow], density: float, optimizer: str, workers: int = 2, models: Models = WHOLE
-) -> tuple[list[str], str]:
-    """Sentences that recommend a system, and say which are faster; its settings for LightningCLI. None where there was
-    nothing to compare, or no strategy of this package is better.
+) -> tuple[list[str], dict[str, Any]]:
+    """Sentences that recommend a system, and say which are faster; its settings for LightningCLI, empty where there was
+    nothing to compare.
 
     Args:
         rows: Of :func:`plan_table`.
@@ -130,30 +133,34 @@ def recommend(
         models: Theirs.
     """
     best, dense = best_sparse(rows), models.dense
-    lines = ["trainer:", "  strategy:", f"    class_path: {models.strategy}", "    init_args:"]
     if not sparse_rows(rows):
-        return [f"No sparse system was compared: add {models.default!r} to the systems."], ""
+        return [f"No sparse system was compared: add {models.default!r} to the systems."], {}
     if best is None:
         better = f"Dense {dense} is the better choice here"
         verdict = f"{better}: no sparse system is faster than {dense} in bf16 by more than 2 %."
-        return [verdict], "\n".join([*lines, f"      system: {models.baseline}"]) + "\n"
+        return [verdict], _settings(models, {"system": models.baseline})
     verdict = (
         f"{best.system!r} takes {best.iteration_s * 1e3:.1f} ms per iteration, "
         f"{best.speedup:.2f} times as fast as {dense} in bf16; {best.exposed_s * 1e3:.1f} ms are exposed."
     )
     row = simulated_row(best.system)
     arguments: dict[str, Any] = {"system": row.parts.system.name, "density": density, **row.options}
-    lines += [f"      {name}: {value if isinstance(value, str) else dumps(value)}" for name, value in arguments.items()]
     accuracy = known_accuracy(row.known_as, arguments["density"], [optimizer], models.cautions, workers)
     others = [
         faster_row(each.system, f"{each.iteration_s * 1e3:.1f} ms", SHARDED_ROWS.get(each.system), dense)
         for each in rows
         if each.iteration_s * (1 + _WORTH) < best.iteration_s
     ]
-    return [verdict, accuracy, *others], "\n".join(lines) + "\n"
+    return [verdict, accuracy, *others], _settings(models, arguments)
 
 
-def sweep_table(job: Job, systems: Sequence[str], over: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def _settings(models: Models, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"trainer": {"strategy": {"class_path": models.strategy, "init_args": arguments}}}
+
+
+def sweep_table(
+    job: Job, systems: Sequence[str], over: Mapping[str, Sequence[Any]], begin: Callable[[str], object] = str
+) -> list[dict[str, Any]]:
     """The table for every combination of values.
 
     Args:
@@ -161,6 +168,7 @@ def sweep_table(job: Job, systems: Sequence[str], over: Mapping[str, Sequence[An
         systems: As of :func:`plan_table`.
         over: Values of ``"bandwidth"`` (such as ``"25gbit"``), ``"density"`` (of rows that have none of their own) and
             ``"nodes"``.
+        begin: As of :func:`plan_table`.
 
     Returns:
         One flat record per combination and system: nodes, workers, bandwidth, density, and the fields of
@@ -181,6 +189,6 @@ def sweep_table(job: Job, systems: Sequence[str], over: Mapping[str, Sequence[An
             "density": density,
             **({"bandwidth": point["bandwidth"]} if "bandwidth" in point else {}),
         }
-        rows = plan_table(replace(job, cluster=cluster, density=density), systems)
+        rows = plan_table(replace(job, cluster=cluster, density=density), systems, begin)
         records += [{**head, **asdict(row)} for row in rows]
     return records

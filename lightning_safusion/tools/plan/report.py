@@ -5,11 +5,15 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import yaml
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 
 from lightning_safusion.literal import literal
@@ -31,13 +35,9 @@ from lightning_safusion.tools.plan.comparison import (
 from lightning_safusion.tools.plan.device import resolve_device
 from lightning_safusion.tools.plan.job import Job
 from lightning_safusion.tools.plan.models import SHARDED, WHOLE, Models, models_of, sharded_job
-from lightning_safusion.tools.plan.rows import simulated_row
+from lightning_safusion.tools.plan.pictures import AXES, plot_sweep, plot_table
 from lightning_safusion.tools.plan.traces import resolve_trace
-from lightning_safusion.tools.tables import RowName, plain_table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from lightning_safusion.tools.tables import FigureTable, RowName, plain_table
 
 #: Values of a sweep that names none.
 SWEEPS: dict[str, tuple[str, ...]] = {
@@ -45,16 +45,9 @@ SWEEPS: dict[str, tuple[str, ...]] = {
     "density": ("0.001", "0.002", "0.005", "0.01", "0.02", "0.05", "0.1"),
     "nodes": ("2", "4", "8", "16", "32"),
 }
-# Of each sweep: the field of the records, and its heading.
-_AXES = {
-    "bandwidth": ("gbit", "Gbit/s of a card"),
-    "density": ("density", "density"),
-    "nodes": ("workers", "workers"),
-}
+FORMATS = ("table", "json", "yaml")
 # The cluster where nothing says another one.
 _NODES, _PER_NODE, _DEVICE = 8, 8, "a100"
-_ALONE, _EXPOSED = "#4878b0", "#d03a2b"
-_LABEL = 44  # characters of a line beside a bar
 
 
 def run_plan(
@@ -72,6 +65,7 @@ def run_plan(
     calibration: str | None = None,
     systems: str | list[str] | None = None,
     sweep: str | None = None,
+    format: str = "table",
     output: str | None = None,
 ) -> None:
     """Predicts the iteration of each system on a cluster, and recommends settings.
@@ -104,14 +98,16 @@ def run_plan(
             fusion, scope, quota, collective, wire, dense_below, offload, select_by.
         sweep: Also vary something: "bandwidth", "density" or "nodes", or with values, as in "bandwidth=10gbit,25gbit";
             several are separated by spaces.
-        output: Folder for tables (CSV, JSON), settings (YAML) and pictures (PNG).
+        format: What is printed: "table", for people; "json", all figures, sentences and settings; "yaml", the
+            settings alone, a file for LightningCLI with the sentences as comments.
+        output: Folder for tables (CSV, JSON), settings (YAML) and, with matplotlib, pictures (PNG).
 
     Raises:
-        ModuleNotFoundError: If pictures need matplotlib; names the extra that brings it.
         ValueError: If a name or an option is unknown, the strategy would refuse a row, a number makes no sense, or the
             calibration does not say on how many nodes its workers were and no option does; with sharded, if a row
             cannot exchange shards, or the calibration is of one machine.
     """
+    check_name("format", format, FORMATS)
     models = SHARDED if sharded else WHOLE
     names = _names(systems, models)
     job_trace = resolve_trace(trace)
@@ -126,43 +122,93 @@ def run_plan(
         cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), device=found, jitter=jitter or 0.0, seed=seed)
     job = Job(job_trace, cluster, density, entry_bytes)
     job = sharded_job(job, costs) if sharded else job
-    over = parse_sweep(sweep) if sweep else {}
+    answer = _simulated(job, names, parse_sweep(sweep) if sweep else {}, optimizer, calibrated=costs is not None)
+    if format == "json":
+        job_of = {"trace": trace, "nodes": nodes, "gpus_per_node": gpus_per_node, "bandwidth": bandwidth}
+        print(json.dumps({**job_of, "density": density, "optimizer": optimizer, **asdict(answer)}, indent=1))
+    elif format == "yaml":
+        print(*(f"# {sentence}" for sentence in answer.sentences), _yaml(answer.settings), sep="\n", end="")
+    else:
+        title = _title(job, job_trace, f"{nodes} x {gpus_per_node} workers{origin} at {bandwidth}")
+        _print(answer, models, title, _sources(job, job_trace, device, costs))
     if output is not None:
-        need("matplotlib")
-    rows = plan_table(job, names)
+        _write(answer, models, Path(output), Console(stderr=format != "table"))
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What was found, as JSON has it: rows of the cluster, and of the sweep over ``swept``; sentences; settings."""
+
+    systems: list[PlanRow]
+    swept: list[str]
+    sweep: list[dict[str, Any]]
+    sentences: list[str]
+    settings: dict[str, Any]
+
+
+def _simulated(
+    job: Job, names: Sequence[str], over: Mapping[str, Sequence[str]], optimizer: str, calibrated: bool
+) -> _Answer:
+    """Runs all rows, and says on a terminal how far it is."""
+    models, console = models_of(job), Console(stderr=True)
+    points = 1 + (prod(map(len, over.values())) if over else 0)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=points * len({models.baseline, *names}))
+
+        def begin(name: str) -> None:
+            progress.update(task, advance=1, description=escape(f"simulating {name}"))
+
+        rows = plan_table(job, names, begin)
+        records = sweep_table(job, names, over, begin) if over else []
+        sentences, settings = recommend(rows, job.density, optimizer, job.cluster.workers, models)
+        if not calibrated and sparse_rows(rows):
+            sentences.insert(1, when_to_compress(rows, job))
+    return _Answer(rows, list(over), records, sentences, settings)
+
+
+def _yaml(settings: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(settings, sort_keys=False)) if settings else ""
+
+
+def _print(answer: _Answer, models: Models, title: str, sources: Sequence[str]) -> None:
     console = Console()
-    console.print(_plan_table(rows, job, job_trace, f"{origin} at {bandwidth}"))
-    inside = " What FSDP2 exchanges inside of nodes counts as part of them." if sharded else ""
-    times = f"Times of the trace: {job_trace.source or 'not stated'}.{inside} Predictions, not measurements."
-    console.print(literal(times))
-    if costs is not None:
-        apart = costs.select is not None and not sharded
-        each = " Each worker counts as a node: these are costs between two workers." if apart else ""
-        console.print(literal(f"Costs: {costs.source}.{each}"))
-    if costs is None or costs.select is None:
-        console.print(literal(f"Device: {cluster.device.described}; its work is counted.{_guessed(device, costs)}"))
-    sentences, settings = recommend(rows, density, optimizer, job.cluster.workers, models)
-    if costs is None and sparse_rows(rows):
-        sentences.insert(1, when_to_compress(rows, job))
-    for sentence in sentences:
+    console.print(_plan_table(answer.systems, models, title))
+    for sentence in (*sources, *answer.sentences):
         console.print(literal(sentence))
-    if settings:
-        console.print(settings, markup=False, highlight=False)
-    records = sweep_table(job, names, over=over) if over else []
-    if records:
-        console.print(_sweep_table(records, list(over), models))
-    if output is not None:
-        folder = Path(output)
-        folder.mkdir(parents=True, exist_ok=True)
-        if settings:
-            (folder / "settings.yaml").write_text(settings, encoding="utf-8")
-        _write_records([asdict(row) for row in rows], folder / "plan")
-        plot_table(rows, models.dense).savefig(folder / "plan.png", dpi=120)
-        if records:
-            _write_records(records, folder / "sweep")
-        if len(over) == 1:
-            plot_sweep(records, *over).savefig(folder / "sweep.png", dpi=120)
-        console.print(literal(f"written to {output}"))
+    console.print(_yaml(answer.settings), end="", markup=False, highlight=False)
+    if answer.sweep:
+        console.print(_sweep_table(answer.sweep, answer.swept, models))
+
+
+def _sources(job: Job, trace: Trace, device: str | None, costs: Calibration | None) -> list[str]:
+    """Where the times are from; ``device``: as it was given."""
+    sharded, processors = models_of(job) is SHARDED, costs is not None and costs.select is not None
+    inside = " What FSDP2 exchanges inside of nodes counts as part of them." if sharded else ""
+    said = [f"Times of the trace: {trace.source or 'not stated'}.{inside} Predictions, not measurements."]
+    if costs is not None:
+        each = " Each worker counts as a node: these are costs between two workers." * (processors and not sharded)
+        said.append(f"Costs: {costs.source}.{each}")
+    if not processors:
+        said.append(f"Device: {job.cluster.device.described}; its work is counted.{_guessed(device, costs)}")
+    return said
+
+
+def _write(answer: _Answer, models: Models, folder: Path, console: Console) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if answer.settings:
+        (folder / "settings.yaml").write_text(_yaml(answer.settings), encoding="utf-8")
+    _write_records([asdict(row) for row in answer.systems], folder / "plan")
+    if answer.sweep:
+        _write_records(answer.sweep, folder / "sweep")
+    try:
+        need("matplotlib", what="a picture")
+    except ModuleNotFoundError as error:
+        console.print(literal(f"no pictures: {error}"))
+    else:
+        plot_table(answer.systems, models.dense).savefig(folder / "plan.png", dpi=120)
+        if len(answer.swept) == 1:
+            plot_sweep(answer.sweep, *answer.swept).savefig(folder / "sweep.png", dpi=120)
+    console.print(literal(f"written to {folder}"))
 
 
 def _names(systems: str | list[str] | None, models: Models) -> list[str]:
@@ -213,17 +259,17 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
     return over
 
 
-def _plan_table(rows: Sequence[PlanRow], job: Job, trace: Trace, hardware: str) -> Table:
-    """All systems, fastest first; ``trace``: of the whole model; ``hardware``: where the number of workers is from, and
-    the rate of their links."""
-    cluster, models = job.cluster, models_of(job)
-    workers = f"{cluster.nodes} x {cluster.gpus_per_node * cluster.sharing} workers{hardware}"
-    sharded = "sharded inside of nodes; " if models is SHARDED else ""
-    title = (
+def _title(job: Job, trace: Trace, hardware: str) -> str:
+    """The job in a line; ``trace``: of the whole model; ``hardware``: workers and links."""
+    sharded = "sharded inside of nodes; " if models_of(job) is SHARDED else ""
+    return (
         f"{trace.name}: {sum(trace.numels) / 1e6:.1f} M parameters in {len(trace.tensors)} tensors, "
-        f"{trace.seconds * 1e3:.0f} ms alone; {workers}; "
-        f"{sharded}density {job.density:g}"
+        f"{trace.seconds * 1e3:.0f} ms alone; {hardware}; {sharded}density {job.density:g}"
     )
+
+
+def _plan_table(rows: Sequence[PlanRow], models: Models, title: str) -> Table:
+    """All systems, fastest first."""
     caption = (
         "device: ms that selecting, packing and decoding take of a worker, ~ as an order of magnitude; MB that a "
         "worker and a node receive; collectives started; over bf16: times as fast as "
@@ -247,12 +293,13 @@ def _sweep_table(records: Sequence[dict[str, Any]], names: Sequence[str], models
     """The recommended system of every combination."""
     points: dict[tuple[float, ...], list[dict[str, Any]]] = {}
     for record in records:
-        points.setdefault(tuple(record[_AXES[name][0]] for name in names), []).append(record)
-    table = Table(title="recommended system")
+        points.setdefault(tuple(record[AXES[name][0]] for name in names), []).append(record)
+    table = FigureTable("recommended system")
     for name in names:
-        table.add_column(_AXES[name][1], justify="right")
-    for heading in ("system", "ms", f"over bf16 {models.dense}"):
-        table.add_column(heading)
+        table.add_column(AXES[name][1].replace(" ", "\n", 1), no_wrap=True)
+    table.add_column("system", overflow="fold")
+    for heading in ("ms", f"over bf16\n{models.dense}"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for point, group in points.items():
         rows = [PlanRow(**{each.name: record[each.name] for each in fields(PlanRow)}) for record in group]
         best = best_sparse(rows)
@@ -268,46 +315,3 @@ def _write_records(records: Sequence[Mapping[str, Any]], stem: Path) -> None:
         writer = csv.DictWriter(file, list(records[0]))
         writer.writeheader()
         writer.writerows(records)
-
-
-def plot_table(rows: Sequence[PlanRow], dense: str = WHOLE.dense) -> Figure:
-    """Bars of all systems of one cluster, fastest on top: the trace alone, and the exposed time; ``dense``: what they
-    are compared with, in bf16."""
-    ordered = sorted(rows, key=lambda row: -row.iteration_s)
-    names = ["\n".join(RowName(row.system).lines(_LABEL)) for row in ordered]
-    figure, ax = _new_figure(1.2 + 0.26 * sum(name.count("\n") + 1 for name in names))
-    alone = [(row.iteration_s - row.exposed_s) * 1e3 for row in ordered]
-    ax.barh(names, alone, color=_ALONE, label="forward, backward, optimizer")
-    ax.barh(names, [row.exposed_s * 1e3 for row in ordered], left=alone, color=_EXPOSED, label="exposed")
-    for place, row in enumerate(ordered):
-        ax.annotate(f" {row.speedup:.2f}x", (row.iteration_s * 1e3, place), va="center", fontsize="small")
-    ax.margins(x=0.1)
-    ax.set_xlabel(f"ms per iteration (and speed-up over {dense} in bf16)")
-    ax.legend(loc="upper right")
-    return figure
-
-
-def plot_sweep(records: Sequence[Mapping[str, Any]], over: str) -> Figure:
-    """A line per system: milliseconds per iteration over ``"bandwidth"``, ``"density"`` or ``"nodes"``; dense systems
-    dashed, and those whose work on the device is an order of magnitude marked: they may rise with the bandwidth."""
-    figure, ax = _new_figure(5.5)
-    field, heading = _AXES[over]
-    for name in dict.fromkeys(record["system"] for record in records):
-        points = sorted((record[field], record["iteration_s"] * 1e3) for record in records if record["system"] == name)
-        guessed = any(not record["counted"] for record in records if record["system"] == name)
-        label = "~ " * guessed + name
-        ax.plot(*zip(*points, strict=True), "-" if simulated_row(name).sparse else "--", marker=".", label=label)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlabel(heading)
-    ax.set_ylabel("ms per iteration (~: the device's work as an order of magnitude)")
-    ax.legend(fontsize="x-small", ncols=2)
-    return figure
-
-
-def _new_figure(height: float) -> tuple[Figure, Axes]:
-    need("matplotlib")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, height), layout="constrained")
-    return figure, figure.add_subplot()

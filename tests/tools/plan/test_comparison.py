@@ -18,7 +18,9 @@ from lightning_safusion.tools.plan.calibration import CollectiveSample, Collecti
 from lightning_safusion.tools.plan.cluster import Cluster
 from lightning_safusion.tools.plan.comparison import best_sparse, plan_table, recommend, sweep_table
 from lightning_safusion.tools.plan.job import Job
-from lightning_safusion.tools.plan.report import SWEEPS, parse_sweep, plot_sweep, plot_table, run_plan
+from lightning_safusion.tools.plan.models import WHOLE
+from lightning_safusion.tools.plan.pictures import plot_sweep, plot_table
+from lightning_safusion.tools.plan.report import SWEEPS, parse_sweep, run_plan
 from lightning_safusion.tools.plan.traces import resolve_trace
 from safusion_command import main
 
@@ -52,7 +54,7 @@ def test_sparse_is_recommended_where_it_pays() -> None:
     assert "'safusion'" in verdict
     assert re.fullmatch(r"gtopk is faster \(.* ms\), and not recommended: its accuracy is not known\.", faster)
     assert "with AdamW and safusion is not known" in accuracy
-    strategy = yaml.safe_load(settings)["trainer"]["strategy"]
+    strategy = settings["trainer"]["strategy"]
     assert strategy["class_path"] == "lightning_safusion.SAFusionStrategy"
     assert strategy["init_args"] == {"system": "safusion", "density": 0.01}
 
@@ -62,7 +64,7 @@ def test_dense_is_recommended_where_it_is_better() -> None:
     assert best_sparse(rows) is None
     (verdict,), settings = recommend(rows, 0.1, "SGD")
     assert verdict.startswith("Dense DDP is the better choice")
-    assert yaml.safe_load(settings)["trainer"]["strategy"]["init_args"] == {"system": "ddp-bf16"}
+    assert settings["trainer"]["strategy"]["init_args"] == {"system": "ddp-bf16"}
 
 
 @pytest.mark.parametrize(
@@ -92,22 +94,15 @@ def test_settings_have_the_options_of_the_best_row(options: str, given: dict[str
     )
     assert repr(best) in verdict
     assert f"with AdamW and {best} is not known" in accuracy
-    arguments = yaml.safe_load(settings)["trainer"]["strategy"]["init_args"]
+    arguments = settings["trainer"]["strategy"]["init_args"]
     assert arguments == {"system": "safusion", **given}
     assert SAFusionStrategy(**arguments).system == "safusion"
-
-
-def test_settings_say_true_and_false_as_yaml_does() -> None:
-    _, settings = recommend(plan_table(SLOW, ["ssfusion[offload=false]"]), 0.01, "AdamW")
-    assert "offload: false\n" in settings
-    strategy = SAFusionStrategy(**yaml.safe_load(settings)["trainer"]["strategy"]["init_args"])
-    assert strategy.settings.offload is False
 
 
 def test_the_defaults_accuracy_is_known_at_the_density_of_a_row() -> None:
     (_, accuracy), settings = recommend(plan_table(SLOW, ["saf-pooled[density=0.02]"]), 0.01, "AdamW")
     assert "a density of 0.02 ended" in accuracy
-    assert yaml.safe_load(settings)["trainer"]["strategy"]["init_args"] == {"system": "saf-pooled", "density": 0.02}
+    assert settings["trainer"]["strategy"]["init_args"] == {"system": "saf-pooled", "density": 0.02}
 
 
 def test_sweeps_run_every_combination() -> None:
@@ -147,6 +142,19 @@ def test_pictures_show_every_system() -> None:
     assert [not label.startswith("~ ") for label in shown] == [counted[name] for name in SOME]
 
 
+def test_systems_that_lie_on_each_other_have_one_line() -> None:
+    records = sweep_table(SLOW, ["ddp", "ddp-bf16", "ddp-fp16"], over={"bandwidth": ["1gbit", "10gbit"]})
+    lines = plot_sweep(records, "bandwidth").axes[0].get_lines()
+    assert [line.get_label() for line in lines] == ["ddp", "ddp-bf16, ddp-fp16"]
+
+
+def test_every_simulation_is_told_before_it_begins() -> None:
+    told: list[str] = []
+    plan_table(SLOW, ["safusion", "ddp"], told.append)
+    sweep_table(SLOW, ["ddp"], {"nodes": [2, 4]}, told.append)
+    assert told == ["ddp-bf16", "safusion", "ddp", *2 * ["ddp-bf16", "ddp"]]
+
+
 def test_sweep_texts() -> None:
     assert parse_sweep("bandwidth=1gbit,10gbit density") == {
         "bandwidth": ["1gbit", "10gbit"],
@@ -174,6 +182,38 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert [float(row["iteration_s"]) for row in rows] == [record["iteration_s"] for record in records]
 
 
+ARGUMENTS: dict[str, Any] = {"nodes": 8, "gpus_per_node": 1, "bandwidth": "1gbit", "density": 0.01}
+
+
+def test_json_has_all_that_was_found_and_is_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    run_plan("lstm", **ARGUMENTS, systems=SOME, sweep="nodes=2,4", format="json")
+    printed, progress = capfd.readouterr()
+    found = json.loads(printed)
+    assert progress == ""  # it is no terminal
+    assert found["systems"] == [asdict(row) for row in plan_table(SLOW, SOME)]
+    assert found["sweep"] == sweep_table(SLOW, SOME, {"nodes": [2, 4]})
+    sentences, settings = recommend(plan_table(SLOW, SOME), 0.01, "AdamW", 8)
+    assert set(sentences) < set(found["sentences"])
+    assert found["settings"] == settings
+
+
+def test_yaml_is_a_file_for_lightning_cli(capsys: pytest.CaptureFixture[str]) -> None:
+    run_plan("lstm", **ARGUMENTS, systems="ssfusion[offload=false]", format="yaml")
+    given = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
+    assert given["init_args"] == {"system": "ssfusion", "density": 0.01, "offload": False}
+    assert SAFusionStrategy(**given["init_args"]).settings.offload is False
+
+
+def test_files_are_written_where_pictures_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run_plan("lstm", **ARGUMENTS, systems=SOME, format="yaml", output=str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.csv", "plan.json", "settings.yaml"}
+    told = " ".join(capsys.readouterr().err.split())
+    assert 'no pictures: a picture needs matplotlib: pip install "lightning-safusion[plot]"' in told
+
+
 @pytest.mark.parametrize(
     ("options", "density"),
     [({}, 0.02), ({"optimizer": "sgd"}, 0.1), ({"optimizer": "ADAMW"}, 0.02), ({"density": 0.3}, 0.3)],
@@ -187,14 +227,22 @@ def test_the_command_begins_with_the_default_density(
     assert f"Accuracy with {options.get('optimizer', 'AdamW')}: on small networks" in " ".join(printed.split())
 
 
-def test_a_terminal_of_80_columns_shows_the_whole_table(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("columns", "last"), [(40, "exposed"), (60, "MB"), (80, "bf16")])
+def test_a_narrow_terminal_shows_all_names_whole(
+    columns: int, last: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    run_plan("lstm", bandwidth="1gbit")
-    table = capsys.readouterr().out.partition("device: ms that")[0]
-    assert "wfbp-dense" in table
-    assert "…" not in table
+    monkeypatch.setenv("COLUMNS", str(columns))
+    run_plan("lstm", bandwidth="1gbit", sweep="bandwidth=1gbit")
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    heading, _, table = printed.partition("device: ms")[0].partition("──")
+    assert heading.split()[-1] == last
+    names: list[str] = []
+    for line in table.splitlines()[1:]:  # a name stands before figures, and may go on in the next line
+        name = re.split(r"  +~?\d", line)[0]
+        names += [name.strip()] if line[0] != " " else [names.pop() + name.strip()]
+    assert sorted(names) == sorted(WHOLE.compared)
+    assert "hierarchical-sharded]" in printed.partition("recommended system")[2]
 
 
 def test_an_unknown_optimizer_needs_a_density() -> None:
