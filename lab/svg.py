@@ -55,7 +55,7 @@ def chart(path: Path, size: tuple[float, float], title: str, description: str) -
     Raises:
         ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
     """
-    need("matplotlib", "plot")
+    need("matplotlib")
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
