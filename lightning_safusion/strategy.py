@@ -119,8 +119,8 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
             the library, carry none. None: no message does.
         transport: Library that carries the bytes: ``"torch"`` (torch.distributed: gloo, NCCL) or ``"horovod"``, in
             processes that horovodrun or mpirun has started.
-        log_figures: Log ``safusion/exposed_ms`` (also in the progress bar), ``safusion/sent_mb`` and
-            ``safusion/density`` of rank 0's latest exchange every ``log_every_n_steps``, as the training step logs.
+        log_figures: Log ``safusion/exposed_ms`` (also in the progress bar), ``safusion/sent_mb``, ``safusion/dense_mb``
+            and ``safusion/density`` of rank 0's latest exchange every ``log_every_n_steps``, as the training step logs.
         kwargs: Every argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of ``DistributedDataParallel``.
 
     Raises:

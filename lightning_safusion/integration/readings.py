@@ -110,6 +110,7 @@ class EngineReadings(ABC):
         options: dict[str, Any] = {"on_step": True, "on_epoch": False, "batch_size": 1}  # no mean is made of values
         module.log("safusion/exposed_ms", latest["exposed_s"] * 1e3, prog_bar=True, **options)
         module.log("safusion/sent_mb", latest["bytes_sent"] / 1e6, **options)
+        module.log("safusion/dense_mb", latest["dense_bytes"] / 1e6, **options)
         module.log("safusion/density", latest["achieved_density"], **options)
 
     def describe(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ from lightning_safusion import SAFusionStrategy
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 
-NAMES = {"safusion/exposed_ms", "safusion/sent_mb", "safusion/density"}
+NAMES = {"safusion/exposed_ms", "safusion/sent_mb", "safusion/dense_mb", "safusion/density"}
 
 
 class Kept(DummyLogger):
@@ -60,3 +60,5 @@ def test_figures_of_the_exchange_are_logged(options: dict[str, Any], logged: boo
     assert all(set(row) == {"loss", "epoch"} | (NAMES if logged else set()) for _, row in rows)
     assert all(isfinite(value) for _, row in rows for value in row.values())
     assert not logged or all(0 < row["safusion/density"] <= 1 and row["safusion/sent_mb"] > 0 for _, row in rows)
+    gradients = 4e-6 * sum(each.numel() for each in Logs().parameters())
+    assert not logged or [row["safusion/dense_mb"] for _, row in rows] == pytest.approx([gradients] * len(rows))
