@@ -36,10 +36,11 @@ _NAMED = 0.002  # share of the step from which an exposed part is named
 _HEIGHT = 0.62
 _TICKS = 32
 _WIDTH = 11.0  # inches
+_LEAST_ROOM = 0.2  # share of the axes, for a text beside a row
 
 
-def new_axes(height: float) -> Axes:
-    """Empty axes in a figure of their own, whose height is given in inches.
+def new_axes(height: float, width: float = _WIDTH) -> Axes:
+    """Empty axes in a figure of their own, whose height and width are given in inches.
 
     Raises:
         ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
@@ -48,7 +49,7 @@ def new_axes(height: float) -> Axes:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError('pictures need matplotlib: pip install "lightning-safusion[plot]"') from error
-    return Figure(figsize=(_WIDTH, height), layout="constrained").add_subplot()
+    return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
 def plot_step(step: StepTimeline, ax: Axes | None = None) -> Figure | SubFigure:
@@ -73,9 +74,6 @@ def plot_step(step: StepTimeline, ax: Axes | None = None) -> Figure | SubFigure:
     begin = min((phase.begin for phase in step.phases if phase.name != "data"), default=step.begin)
     ax.set_xlim(0.0, max(1e-6, (step.end - begin) * 1e3))
     _draw_bars(ax, step, begin)
-    exposed = longest_wait(step, _NAMED)
-    if exposed is not None:
-        _name(ax, step.buffers[exposed], exposed + 1, begin)
     if len(step.buffers) <= _LABELLED_ROWS:
         tensors = [f"{len(b.tensors)} tensor{'s' if len(b.tensors) > 1 else ''}" for b in step.buffers]
         sent = [f"{b.events.bytes_sent / 1e3:,.1f} kB" for b in step.buffers]
@@ -93,6 +91,9 @@ def plot_step(step: StepTimeline, ax: Axes | None = None) -> Figure | SubFigure:
         ax.figure.legend(handles=_legend(), loc="outside lower center", ncols=9, fontsize="small", frameon=False)
     else:
         ax.legend(handles=_legend(), loc="lower left", ncols=3, fontsize="small")
+    exposed = longest_wait(step, _NAMED)
+    if exposed is not None:
+        _name(ax, step.buffers[exposed], exposed + 1, begin)
     return ax.figure
 
 
@@ -174,12 +175,14 @@ def _draw_ready(ax: Axes, step: StepTimeline, begin: float) -> None:
 
 
 def _name(ax: Axes, buffer: BufferTimeline, row: int, begin: float) -> None:
+    """Writes beside a row, on the side with more room, as much as fits there; over the row if that is little."""
     names = ", ".join(buffer.tensors[:3]) + (f" and {len(buffer.tensors) - 3} more" if len(buffer.tensors) > 3 else "")
+    text = f"{buffer.events.exposed * 1e3:.1f} ms exposed: {names}"
     first = float(np.nanmin([buffer.events.closed, *buffer.ready]))
     start, end = ((moment - begin) * 1e3 for moment in (first, buffer.events.decoded))
-    before = start > ax.get_xlim()[1] - end  # where there is more room
-    ax.annotate(
-        f"{buffer.events.exposed * 1e3:.1f} ms exposed: {names}",
+    before = start > ax.get_xlim()[1] - end
+    note = ax.annotate(
+        text,
         (start if before else end, row),
         xytext=(-8 if before else 8, 0),
         textcoords="offset points",
@@ -189,6 +192,17 @@ def _name(ax: Axes, buffer: BufferTimeline, row: int, begin: float) -> None:
         color=COLORS["exposed"],
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
     )
+    figure = ax.figure.canvas.figure
+    figure.draw_without_rendering()  # or widths are not known
+    width, gap = ax.get_window_extent().width, 12 * figure.dpi / 72
+    length = note.get_window_extent().width
+    room = max(start, ax.get_xlim()[1] - end) / ax.get_xlim()[1] * width - gap
+    if room < min(length, _LEAST_ROOM * width):
+        room = width - gap
+        note.xy = (0.0, row)
+        note.set(x=8, ha="left")
+    if room < length:
+        note.set_text(f"{text[: int(len(text) * room / length) - 1]}…")
 
 
 def plot_rates(names: Sequence[str], steps: Sequence[int], rates: Any, ax: Axes | None = None) -> Figure | SubFigure:

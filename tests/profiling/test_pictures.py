@@ -64,6 +64,18 @@ def test_many_buffers_have_no_labels_of_their_own() -> None:
     assert axes.figure.get_size_inches()[1] < 20
 
 
+@pytest.mark.parametrize(
+    "times", [(5, 5.5, 206, 205, 206, 207), (20, 20.3, 22, 20.5, 22, 22.5), (204, 204.5, 208, 205, 208, 209)]
+)
+def test_the_name_of_the_latest_buffer_stays_within_the_axes(times: tuple[float, ...]) -> None:
+    step = StepTimeline(1, 0.0, 210.0, cpu_step().phases, (WindowTimeline((buffer(0, 9, times),), 209.0, False),))
+    axes = drawn(plot_step(step))
+    (note,) = axes.texts
+    assert "exposed" in note.get_text()
+    assert axes.bbox.x0 <= note.get_window_extent().x0
+    assert note.get_window_extent().x1 <= axes.bbox.x1
+
+
 def test_it_draws_into_given_axes() -> None:
     figure = Figure()
     axes = figure.add_subplot()
