@@ -48,8 +48,8 @@ COMMANDS = {
         "Merges the timelines that OverlapProfiler has written on all ranks.",
     ),
     "report": (
-        "lightning_safusion.tools.report.page:report",
-        "Makes a web page of what the callbacks of a run have measured.",
+        "lightning_safusion.tools.report.command:report",
+        "Makes a web page of a run, or of several side by side.",
     ),
 }
 #: What subcommands need besides the dependencies of the package.
@@ -185,6 +185,8 @@ def completion(program: str, commands: Mapping[str, tuple[str, str]], shell: str
             required = parameter.default is parameter.empty
             option = parameter.name if required else f"--{parameter.name.replace('_', '-')}"
             action = subcommand.add_argument(option)
+            if required and "Sequence" in str(hints[parameter.name]):
+                action.nargs = "+"
             if "Path" in str(hints[parameter.name]):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]  # how shtab is told
     return str(shtab.complete(parser, shell))
@@ -200,6 +202,8 @@ def add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> None:
     for name, parameter in signature(function).parameters.items():
         about: dict[str, Any] = {"type": hints[name], "help": texts[name]}
         if parameter.default is parameter.empty:
+            if str(hints[name]).startswith("collections.abc.Sequence"):
+                about |= {"type": get_args(hints[name])[0], "nargs": "+"}
             parser.add_argument(name, **about)
         else:
             parser.add_argument(f"--{name.replace('_', '-')}", default=parameter.default, **about)
@@ -225,7 +229,8 @@ def spelled(args: Sequence[str], function: Callable[..., Any]) -> list[str]:
     known = [*parameters, "help"]
     flags = {name for name in known if hints.get(name) in (bool, bool | None)}
     several = {name for name in hints if str(hints[name]).startswith(("list", "collections.abc.Sequence"))}
-    places = sum(each.default is each.empty for each in parameters.values())
+    required = {name for name, each in parameters.items() if each.default is each.empty}
+    places = float("inf") if several & required else len(required)
     left, result = list(args), []
     lists: dict[str, tuple[int, list[str]]] = {}  # place in the result, values
     while left:

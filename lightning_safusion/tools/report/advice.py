@@ -62,11 +62,12 @@ def advise(overlap: Overlap, missing_rate: float | None = None) -> list[Advice]:
         return [Advice("good", f"Plain DDP exchanges the gradients: {overlap.plain_ddp}.")]
     if isnan(mean.exposed_s) or overlap.density is None:
         return [Advice("warning", "No exchange was recorded: train for more steps, or record more of them.")]
-    remarks = [_exposure(mean)]
+    remarks, shorter = [], False
     if plan is not None and costs is not None and predictable(plan, costs):
         now = Prediction(mean, plan, costs)
-        remarks += [_against_ddp(now), *_density(now, overlap.density), *_regrouping(now)]
-    remarks += [*_missing(missing_rate), *_straggler(overlap)]
+        better = [*_density(now, overlap.density), *_regrouping(now)]
+        remarks, shorter = [_against_ddp(now), *better], bool(better)
+    remarks += [*_exposure(mean, shorter), *_missing(missing_rate), *_straggler(overlap)]
     if "replicate_size" in overlap.settings:  # the model is sharded inside of replicas
         remarks = [replace(each, text=sharded_names(each.text)) for each in remarks]
     return sorted(remarks, key=lambda remark: get_args(Level).index(remark.level))
@@ -92,12 +93,14 @@ def scaled(costs: GroupCosts, *, sparse: float = 1.0, dense: float = 1.0) -> Gro
     )
 
 
-def _exposure(mean: StepFigures) -> Advice:
+def _exposure(mean: StepFigures, shorter: bool) -> Iterator[Advice]:
+    """``shorter``: another hint says how to shorten the step."""
     share = mean.exposed_s / mean.step_s if mean.step_s > 0 else 0.0
     text = f"{mean.exposed_s * 1e3:.1f} ms of exchange are exposed, {share:.1%} of a step."
     if share <= _HIDDEN:
-        return Advice("good", f"The exchange hides behind the backward pass: {text}")
-    return Advice("hint", text)
+        yield Advice("good", f"The exchange hides behind the backward pass: {text}")
+    elif not shorter:
+        yield Advice("hint", f"{text} Larger batches hide more of it; accumulate_grad_batches exchanges less often.")
 
 
 def _against_ddp(now: Prediction) -> Advice:

@@ -8,20 +8,18 @@ It is made from what the callbacks have written to the run's directory:
 
 from __future__ import annotations
 
-import re
-from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from io import StringIO
-from math import isnan
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_safusion.__about__ import __version__
 from lightning_safusion.callbacks.tuner import describe
+from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.metrics.history import TensorRow, worst_first
 from lightning_safusion.profiling import pictures
 from lightning_safusion.profiling.figures import PARTS, RankFigures, StepFigures
@@ -29,9 +27,9 @@ from lightning_safusion.profiling.overlap_file import FILE as OVERLAP
 from lightning_safusion.profiling.overlap_file import Overlap, read_file
 from lightning_safusion.profiling.timeline import from_row
 from lightning_safusion.tools.report.advice import advise
+from lightning_safusion.tools.report.render import is_known, milliseconds, render, share
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
     from matplotlib.figure import Figure, SubFigure
 
 FILE = "report.html"
@@ -41,8 +39,6 @@ _MISSING = "missing_rate.json"
 RANKS = 32
 _HEAT_ROWS = 60
 _OPEN_ROWS = 24  # longer tables are folded
-# Names may have control characters, which matplotlib writes as they are and no file of XML 1.0 may hold.
-_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _LATE = 0.01  # share of the step from which an exposed exchange is mentioned
 
 
@@ -73,14 +69,18 @@ class Run:
     stale: tuple[str, ...] = ()  # names of files of another fit, which are not read
 
 
+def find_overlap(folder: Path) -> Path | None:
+    """The directory with ``overlap.json``: this one, or ``safusion`` in it; None if there is none."""
+    return next((each for each in (folder, folder / "safusion") if (each / OVERLAP).exists()), None)
+
+
 def load_run(folder: Path) -> Run:
     """Reads a run directory, or the logger's directory that has it as ``safusion``.
 
     Raises:
         ValueError: If there is no ``overlap.json``, or a file is damaged; the message names the file and the entry.
     """
-    if not (folder / OVERLAP).exists() and (folder / "safusion" / OVERLAP).exists():
-        folder = folder / "safusion"
+    folder = find_overlap(folder) or folder
     overlap = read_file(folder / OVERLAP, Overlap.from_dict)
     if overlap is None:
         raise ValueError(
@@ -94,26 +94,6 @@ def load_run(folder: Path) -> Run:
     return Run(folder, recorded, overlap, missing)
 
 
-def milliseconds(seconds: float | None, digits: int = 1) -> str:
-    """Seconds as text; a dash if they are not known."""
-    return f"{seconds * 1e3:,.{digits}f} ms" if is_known(seconds) else "–"
-
-
-def share(value: float | None, digits: int = 1, sign: str = "") -> str:
-    """A share in percent, with its sign if ``sign`` is ``"+"``; a dash if it is not known."""
-    return f"{value:{sign}.{digits}%}" if is_known(value) else "–"
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things, in the plural unless it is 1."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def is_known(value: float | None) -> TypeGuard[float]:
-    """Whether there is such a number."""
-    return value is not None and not isnan(value)
-
-
 def render_page(run: Run) -> str:
     """The page as HTML.
 
@@ -125,42 +105,69 @@ def render_page(run: Run) -> str:
     worst = worst_first(tensors)
     names = {each.name for each in worst[:_HEAT_ROWS]}
     waits = [each.exposed_s for each in overlap.buffers if each.exposed_s > 0]
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            run=run,
-            overlap=overlap,
-            mean=overlap.ranks.mean,
-            dense_bytes=None if overlap.costs is None else sum(overlap.costs.dense_bytes),
-            remarks=advise(overlap, None if run.missing is None else run.missing.missing_rate),
-            late=None if overlap.timeline is None else pictures.longest_wait(overlap.timeline, _LATE),
-            longest_s=max(waits, default=None),
-            worst=worst,
-            drawn=[each for each in tensors if each.name in names],
-            pins=" ".join(f"{name.replace('_', '-')}=={version}" for name, version in overlap.versions.items()),
-            parts=PARTS,
-            colors=pictures.COLORS,
-            picture=picture,
-            pictures=pictures,
-            breakdown=breakdown,
-            drawn_ranks=RANKS,
-            plot_times=plot_times,
-            open_rows=_OPEN_ROWS,
-            version=__version__,
-        )
+    return render(
+        "page.html",
+        run=run,
+        overlap=overlap,
+        mean=overlap.ranks.mean,
+        dense_bytes=None if overlap.costs is None else sum(overlap.costs.dense_bytes),
+        remarks=advise(overlap, None if run.missing is None else run.missing.missing_rate),
+        late=None if overlap.timeline is None else pictures.longest_wait(overlap.timeline, _LATE),
+        longest_s=max(waits, default=None),
+        worst=worst,
+        drawn=[each for each in tensors if each.name in names],
+        pins=" ".join(f"{name.replace('_', '-')}=={version}" for name, version in overlap.versions.items()),
+        parts=PARTS,
+        colors=pictures.COLORS,
+        pictures=pictures,
+        breakdown=breakdown,
+        drawn_ranks=RANKS,
+        plot_times=plot_times,
+        open_rows=_OPEN_ROWS,
+        reviews=reviews(overlap.decisions),
+        handover=handover(overlap.steps) if overlap.plain_ddp is not None else None,
     )
 
 
-def picture(draw: Callable[..., Figure | SubFigure], *args: Any) -> str:
-    """A drawing as the address of an image that holds it."""
-    from matplotlib import rc_context
+def handover(steps: Mapping[int, StepFigures]) -> tuple[int, StepFigures, StepFigures | None] | None:
+    """The last recorded step that was exchanged, and means of the steps up to it and of those after it.
 
-    written = StringIO()
-    # text stays text, and a name is no formula
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "safusion", "text.parse_math": False}):
-        draw(*args).figure.savefig(written, format="svg", metadata={"Date": None})
-    return "data:image/svg+xml;base64," + b64encode(_NO_XML.sub("\ufffd", written.getvalue()).encode()).decode()
+    None if none was exchanged; None for the latter if none was recorded.
+    """
+    last = max((number for number, each in steps.items() if is_known(each.exposed_s)), default=None)
+    if last is None:
+        return None
+    before, after = ([each for number, each in steps.items() if (number > last) is side] for side in (False, True))
+    return last, StepFigures.mean(before), StepFigures.mean(after) if after else None
+
+
+def reviews(decisions: Sequence[Decision]) -> list[list[str]]:
+    """Rows of the table of decisions: window, action, text, predicted and measured gain, window before.
+
+    Reviews in a row that change nothing are one row, with the text of the one that promises most.
+    """
+    # windows are counted anew where the model is wrapped again
+    engines = np.cumsum(np.diff([each.window for each in decisions], prepend=-1) <= 0)
+
+    def alike(place: int) -> tuple[int, ...]:
+        each = decisions[place]
+        return (each.buffers, each.rival, int(engines[place])) if each.action == "stay" else (place,)
+
+    rows = []
+    for _, places in groupby(range(len(decisions)), alike):
+        group = [decisions[place] for place in places]
+        most = max(group, key=lambda each: each.predicted or 0.0)
+        windows = f"{group[0].window:,}" + (f" to {group[-1].window:,}" if len(group) > 1 else "")
+        text = describe(most) + (f" (the most in {len(group)} reviews)" if len(group) > 1 and most.predicted else "")
+        gains = [_span(group, name, partial(share, sign="+")) for name in ("predicted", "measured")]
+        rows.append([windows, most.action, text, *gains, _span(group, "seconds", partial(milliseconds, digits=2))])
+    return rows
+
+
+def _span(group: Sequence[Decision], name: str, form: Callable[[float | None], str]) -> str:
+    """The least and the largest of a figure."""
+    known = [value for each in group if is_known(value := getattr(each, name))]
+    return " to ".join(dict.fromkeys((form(min(known)), form(max(known))))) if known else form(None)
 
 
 def breakdown(figures: RankFigures) -> Figure | SubFigure:
@@ -199,22 +206,6 @@ def plot_times(steps: Mapping[int, StepFigures]) -> Figure | SubFigure:
     return axes.figure
 
 
-def _environment() -> Environment:
-    try:
-        import matplotlib  # noqa: F401 - the pictures need it
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ModuleNotFoundError as error:
-        message = 'reports need Jinja2 and matplotlib: pip install "lightning-safusion[plot]"'
-        raise ModuleNotFoundError(message) from error
-    loader = PackageLoader("lightning_safusion.tools.report")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {each.__name__: each for each in (milliseconds, share, counted, describe)}
-    environment.tests["known"] = is_known
-    return environment
-
-
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
     """Writes the :func:`report` of a run and returns its path.
 
@@ -227,13 +218,3 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(render_page(run), encoding="utf-8")
     return output
-
-
-def report(run_dir: Path, output: Path | None = None) -> None:
-    """Makes a web page of what the callbacks of a run have measured: pictures, the plan, settings, and advice.
-
-    Args:
-        run_dir: The directory with ``overlap.json`` (written by OverlapProfiler), or the logger's directory around it.
-        output: File to write; ``report.html`` in the run's directory by default.
-    """
-    print(f"{write_report(run_dir, output)}: open it in a browser")

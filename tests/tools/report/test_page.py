@@ -13,9 +13,11 @@ import pytest
 from matplotlib import rcParams
 
 import safusion_command as cli
+from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.profiling import plot_step
 from lightning_safusion.tools.report import load_run, render_page
-from lightning_safusion.tools.report.page import picture
+from lightning_safusion.tools.report.page import reviews
+from lightning_safusion.tools.report.render import picture
 from tests.tools.report.document import Document
 from tests.tools.report.runs import NASTY, missing, overlap, step, write_run
 
@@ -132,12 +134,34 @@ def test_the_advice_is_about_this_job(document: Document) -> None:
     assert "bf16 DDP would be" in text
 
 
+def test_reviews_in_a_row_that_change_nothing_are_one_row() -> None:
+    stays = [Decision(window, "stay", 2, 3, gain, None, 0.03) for window, gain in ((5, 0.001), (10, 0.002), (5, 0.0))]
+    rows = reviews([*stays, Decision(9, "switch", 3, 2, 0.25, None, 0.04)])
+    assert [row[:2] for row in rows] == [["5 to 10", "stay"], ["5", "stay"], ["9", "switch"]]
+    assert rows[0][2].endswith("would take 0.2 % less (the most in 2 reviews)")
+    assert rows[0][3:] == ["+0.1% to +0.2%", "–", "30.00 ms"]
+
+
+def test_a_run_that_became_plain_ddp_has_both_halves(tmp_path: Path) -> None:
+    content = overlap(aside="its all-reduce has been predicted to be faster")
+    exchanged = overlap()["steps"]
+    content["steps"] = [exchanged[0], content["steps"][1] | {"step_s": 0.05}]
+    document = Document(render_page(load_run(write_run(tmp_path, content))))
+    assert_well_formed(document)
+    text = " ".join(document.text.split())
+    assert "This package exchanged the gradients until step 7" in text
+    assert "step 100.00 ms 50.00 ms" in text
+    assert "exposed exchange 5.00 ms –" in text
+    assert 'SAFusionStrategy(collective="allgather") keeps it' in text
+
+
 def test_plain_ddp_says_so(tmp_path: Path) -> None:
     document = Document(page(tmp_path, aside="there is one worker, and nothing to exchange"))
     assert_well_formed(document)
     assert "Plain DDP exchanges the gradients: there is one worker, and nothing to exchange." in document.text
     assert "plan" not in sections(document)
     assert "this package exchanged nothing in it" in document.text
+    assert "No recorded step was exchanged by this package." in document.text
     assert "Exposed exchange" not in document.text
     assert "Sent" not in document.text
 
@@ -189,7 +213,7 @@ def test_the_command_writes_to_the_given_path(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_command_ends_with_a_message(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="safusion: no overlap.json in .*OverlapProfiler"):
+    with pytest.raises(SystemExit, match="safusion: no overlap.json and no metrics.csv in .*OverlapProfiler"):
         cli.main(["report", str(tmp_path)])
 
 
