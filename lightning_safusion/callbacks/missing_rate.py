@@ -17,6 +17,7 @@ from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.literal import literal, plural
 from lightning_safusion.metrics.figures import TensorFigures, tensor_figures
 from lightning_safusion.metrics.history import MissingRateStatistics
+from lightning_safusion.profiling.pictures import plot_rates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -155,12 +156,19 @@ class TensorMissingRateMonitor(StepSampler[TensorFigures]):
         return table
 
     def heatmap(self, ax: Axes | None = None) -> Figure | SubFigure:
-        """Draws :meth:`MissingRateStatistics.heatmap <lightning_safusion.metrics.MissingRateStatistics.heatmap>`.
+        """Draws the missing rate by tensor (rows, in registration order) and step (columns).
+
+        Args:
+            ax: Where to draw; a new figure if there is none.
 
         Raises:
             RuntimeError: If no fit has begun.
+            ValueError: If there is no sample yet.
         """
-        return self._sampled().heatmap(ax)
+        statistics = self._sampled()
+        if not statistics.samples:
+            raise ValueError("nothing was sampled that could be drawn: lower every_n_steps or train longer")
+        return plot_rates(statistics.names, statistics.steps, statistics.rates(), ax)
 
     def _sampled(self) -> MissingRateStatistics:
         if self.statistics is None:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_safusion.metrics.figures import AchievedDensity, CompressionError, TensorFigures, TensorMissingRate
-from lightning_safusion.profiling.pictures import plot_rates
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
 
 _METRICS = ("missing", "everywhere", "density", "error")  # attributes of the statistics, keys of their state
 
@@ -38,6 +33,9 @@ class MissingRateStatistics:
         names: Parameter names.
         columns: Columns of the heat map, an even number; two neighbours are merged whenever it is full.
 
+    Attributes:
+        steps: The first of each column.
+
     Raises:
         ValueError: If ``columns`` is odd or below 2.
     """
@@ -54,7 +52,7 @@ class MissingRateStatistics:
         self.error = CompressionError(names, sync_on_compute=False)
         self._places = {name: place for place, name in enumerate(self.names)}
         self._stride = 1  # samples in a column
-        self._steps: list[int] = []  # the first of each column
+        self.steps: list[int] = []
         self._counts = np.zeros((2, len(self.names), 0), np.int32)  # missing, windows
 
     def add(self, step: int, figures: TensorFigures) -> dict[str, float]:
@@ -83,11 +81,11 @@ class MissingRateStatistics:
     def _add_column(self, step: int, figures: TensorFigures) -> None:
         if self.samples == self.columns * self._stride:
             self._counts = self._counts[..., ::2] + self._counts[..., 1::2]
-            self._steps = self._steps[::2]
+            self.steps = self.steps[::2]
             self._stride *= 2
         if self.samples % self._stride == 0:
             self._counts = np.pad(self._counts, ((0, 0), (0, 0), (0, 1)))
-            self._steps.append(step)
+            self.steps.append(step)
         places = [self._places[name] for name in figures.names]
         counts = np.stack([figures.missing.numpy(), figures.windows.numpy()])
         self._counts[:, places, -1] += counts.astype(np.int32)
@@ -112,19 +110,6 @@ class MissingRateStatistics:
         missing, windows = self._counts
         return np.divide(missing, windows, out=np.full(windows.shape, np.nan), where=windows > 0)
 
-    def heatmap(self, ax: Axes | None = None) -> Figure | SubFigure:
-        """Draws the missing rate by tensor (rows, in registration order) and step (columns).
-
-        Args:
-            ax: Where to draw; a new figure if there is none.
-
-        Raises:
-            ValueError: If there is no sample yet.
-        """
-        if not self.samples:
-            raise ValueError("nothing was sampled that could be drawn: lower every_n_steps or train longer")
-        return plot_rates(self.names, self._steps, self.rates(), ax)
-
     def summary(self) -> dict[str, Any]:
         """Plain numbers for reports; the callback writes them as ``missing_rate.json``.
 
@@ -136,7 +121,7 @@ class MissingRateStatistics:
             "version": 1,
             "samples": self.samples,
             "missing_rate": float(self.missing.compute()) if self.samples else None,
-            "steps": list(self._steps),
+            "steps": list(self.steps),
             "tensors": [asdict(row) for row in self.rows()],
         }
 
@@ -147,7 +132,7 @@ class MissingRateStatistics:
             "columns": self.columns,
             "samples": self.samples,
             "stride": self._stride,
-            "steps": list(self._steps),
+            "steps": list(self.steps),
             "counts": torch.from_numpy(self._counts.copy()),
             "sums": {name: getattr(self, name).sums for name in _METRICS},
         }
@@ -157,7 +142,7 @@ class MissingRateStatistics:
         """The statistics of a :meth:`state_dict`."""
         statistics = cls(state["names"], state["columns"])
         statistics.samples, statistics._stride = state["samples"], state["stride"]
-        statistics._steps = list(state["steps"])
+        statistics.steps = list(state["steps"])
         statistics._counts = state["counts"].numpy().copy()  # a checkpoint's tensors belong to the checkpoint
         for name in _METRICS:
             getattr(statistics, name).sums = state["sums"][name].clone()

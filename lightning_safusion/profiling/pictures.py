@@ -175,7 +175,7 @@ def _draw_ready(ax: Axes, step: StepTimeline, begin: float) -> None:
 
 
 def _name(ax: Axes, buffer: BufferTimeline, row: int, begin: float) -> None:
-    """Writes beside a row, on the side with more room, as much as fits there; over the row if that is little."""
+    """Writes beside a row, on the side with more room, as much as fits there; above the row if that is little."""
     names = ", ".join(buffer.tensors[:3]) + (f" and {len(buffer.tensors) - 3} more" if len(buffer.tensors) > 3 else "")
     text = f"{buffer.events.exposed * 1e3:.1f} ms exposed: {names}"
     first = float(np.nanmin([buffer.events.closed, *buffer.ready]))
@@ -199,7 +199,7 @@ def _name(ax: Axes, buffer: BufferTimeline, row: int, begin: float) -> None:
     room = max(start, ax.get_xlim()[1] - end) / ax.get_xlim()[1] * width - gap
     if room < min(length, _LEAST_ROOM * width):
         room = width - gap
-        note.xy = (0.0, row)
+        note.xy = (0.0, row - 0.5)
         note.set(x=8, ha="left")
     if room < length:
         note.set_text(f"{text[: int(len(text) * room / length) - 1]}…")

@@ -15,11 +15,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_safusion import Aligned, SAFusionStrategy
 from lightning_safusion.callbacks import OverlapProfiler, TensorMissingRateMonitor
+from lightning_safusion.metrics.figures import TensorFigures
+from lightning_safusion.metrics.history import MissingRateStatistics
 from lightning_safusion.tools.report import load_run
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
@@ -183,6 +186,25 @@ def test_the_state_of_another_model_is_ignored() -> None:
     loaded = TensorMissingRateMonitor()
     loaded.load_state_dict(other.state_dict())  # without a trainer, to look at it
     assert loaded.statistics.names[0] == "loud.weight"
+
+
+def test_the_picture_has_a_row_per_tensor_and_a_column_per_sample() -> None:
+    monitor = TensorMissingRateMonitor()
+    statistics = monitor.statistics = MissingRateStatistics([f"layer{index}" for index in range(100)])
+    with pytest.raises(ValueError, match="nothing was sampled"):
+        monitor.heatmap()
+    sums = torch.tensor([[2.0], [1.0], [8.0], [1.0], [1.0], [0.5]], dtype=torch.float64)
+    for step in (5, 9):
+        statistics.add(step, TensorFigures(("layer7",), sums))
+    figure = Figure()
+    ax = figure.subplots()
+    assert monitor.heatmap(ax) is figure
+    data = ax.images[0].get_array()
+    assert data is not None
+    assert data.shape == (100, 2)
+    assert data[7].tolist() == [0.5, 0.5]
+    assert (len(ax.get_yticks()) <= 32, ax.get_xlabel()) == (True, "step")
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["5", "9"]
 
 
 def test_plain_ddp_is_logged_once_and_nothing_is_sampled(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

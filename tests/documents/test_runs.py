@@ -18,6 +18,7 @@ from tests.documents.pages import PAGES, ROOT, blocks, commands
 from tests.documents.test_commands import PROGRAMS
 from tests.tools.plan.test_calibration import COSTS
 from tests.tools.report.runs import write_run
+from tests.tools.report.test_comparison import plain, sparse
 
 #: Commands that are not run, by the reason; other tests see to it that they exist and take their options.
 EXCEPTIONS = {
@@ -33,7 +34,8 @@ EXCEPTIONS = {
     ),
     "needs a GPU, or Triton's compiler for minutes": r"python3? -m lab (gpu|kernels|launches)\b",
     "stands for something of the reader's": (
-        r"safusion (…|(trace|timeline) RUN_DIR|report RUN$|plan --device FILE|plan --output DIR)|python -m lab …"
+        r"python train\.py |python -m lab …"
+        r"|safusion (…|(trace|timeline) RUN_DIR|report RUN$|plan --device FILE|plan --output DIR)"
     ),
     "a name in a sentence": r"safusion (trace|timeline|report)$",
     "trains; run by tests/examples": r"python (examples/|-m examples)",
@@ -63,6 +65,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         resolve_trace("lstm").save(path)
         COSTS.save(path.with_name(path.name.replace("trace", "calibration")))
     write_run(tmp_path / "lightning_logs" / "version_0")
+    sparse(tmp_path / "logs" / "safusion" / "version_0")
+    plain(tmp_path / "logs" / "ddp" / "version_0")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
+from lightning_safusion.fusion.replan import Decision
+from lightning_safusion.tools.report.curves import write_curves
+from lightning_safusion.tools.report.page import reviews
 from tests.e2e.browser import Browser, browser
 from tests.e2e.processes import ROOT, need, started
+from tests.tools.report.test_comparison import plain, sparse
+from tests.tools.report.test_metrics_file import read
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +75,8 @@ def test_the_page_says_what_was_measured(window: Browser, run_dir: Path) -> None
     assert "<b>scale & shift</b>" in text
     assert window.ask("document.querySelectorAll('b').length") == 0
     assert window.ask("document.querySelectorAll('#plan tbody tr').length") == len(overlap["buffers"])
-    assert window.ask("document.querySelectorAll('#tuning tbody tr').length") == len(overlap["decisions"])
+    rows = reviews([Decision(**each) for each in overlap["decisions"]])
+    assert window.ask("document.querySelectorAll('#tuning tbody tr').length") == len(rows) > 0
 
 
 def test_names_unfold(window: Browser, run_dir: Path) -> None:
@@ -79,3 +85,16 @@ def test_names_unfold(window: Browser, run_dir: Path) -> None:
     assert not window.ask(shown)
     window.ask("document.querySelectorAll('#plan td summary').forEach(each => each.click())")
     assert window.ask(shown)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [_PHONE, _DESK])
+def test_runs_side_by_side_in_a_browser(window: Browser, tmp_path: Path, width: int, scheme: str) -> None:
+    page = tmp_path / "page.html"
+    write_curves([read(sparse(tmp_path / "saf")), read(plain(tmp_path / "ddp"))], page)
+    window.show(page, width, 900, scheme)
+    assert [each for each in window.requests() if not each.startswith("data:")] == [page.as_uri()]
+    assert window.console() == []
+    assert window.ask("document.documentElement.scrollWidth") == width
+    sizes = window.ask("[...document.querySelectorAll('img')].map(each => each.getBoundingClientRect().toJSON())")
+    assert all(300 < size["width"] <= width and size["height"] > 150 for size in sizes)

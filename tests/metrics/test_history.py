@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from lightning_safusion.metrics import MissingRateStatistics, TensorFigures
 
@@ -53,8 +52,7 @@ def test_columns_are_merged_when_the_picture_is_full() -> None:
         assert statistics.rates().shape[1] <= 4
     # 8 samples in a column
     np.testing.assert_array_equal(statistics.rates(), [[1, 0, 0], [0.25, 0.25, 3 / 14], [1, 1, 1]])
-    assert statistics.heatmap().axes[0].get_xlabel() == "step"
-    assert [tick.get_text() for tick in statistics.heatmap().axes[0].get_xticklabels()] == ["0", "8", "16"]
+    assert statistics.steps == [0, 8, 16]
 
 
 def test_tensors_that_come_later_leave_a_gap() -> None:
@@ -76,21 +74,6 @@ def test_state_goes_through_a_checkpoint(tmp_path: Any) -> None:
     np.testing.assert_array_equal(again.rates(), statistics.rates())
     assert again.rows() == statistics.rows()
     assert again.state_dict()["steps"] == statistics.state_dict()["steps"]
-
-
-def test_the_picture_has_a_row_per_tensor() -> None:
-    statistics = MissingRateStatistics([f"layer{index}" for index in range(100)])
-    with pytest.raises(ValueError, match="nothing was sampled"):
-        statistics.heatmap()
-    statistics.add(5, sample((1,), ("layer7",)))
-    figure = Figure()
-    ax = figure.subplots()
-    assert statistics.heatmap(ax=ax) is figure
-    data = ax.images[0].get_array()
-    assert data.shape == (100, 1)
-    assert data[7, 0] == 0.5
-    assert len(ax.get_yticks()) <= 32
-    figure.savefig("/dev/null", format="png")
 
 
 @pytest.mark.parametrize("columns", [0, 1, 7])

@@ -113,7 +113,7 @@ safusion_command.main()
         (["plan", "bert-large"], "'bert-large' has no option before it. Did you mean --trace bert-large?"),
         (["plan", "--nodes", "2", "3"], "'3' has no option before it. Did you mean --trace 3?"),
         (["plan", "job.yaml"], "If it describes a job: safusion bench --config job.yaml"),
-        (["report", "run", "page.html"], "'page.html' has no option before it. Did you mean --output page.html?"),
+        (["timeline", "run", "page.html"], "'page.html' has no option before it. Did you mean --output page.html?"),
         (["pln"], "unknown subcommand 'pln'. Did you mean 'plan'? Choose one of 'demo', 'plan', 'bench',"),
         (["--completion", "fish"], "--completion takes bash, zsh, tcsh"),
         (["plan", "--nodes", "two"], "--nodes is a whole number, got 'two'"),

@@ -41,7 +41,7 @@ def _read(run: Path, alone: bool) -> Logged:
     if path is not None:
         return read_metrics(path)
     if not run.exists():
-        raise ValueError(f"there is no {run}")
+        raise ValueError(f"there is no {run}" + (f". Did you mean --output {run}?" if run.suffix == ".html" else ""))
     if run.is_file():
         raise ValueError(f"{run} is no CSV: give {METRICS} of CSVLogger, or the folder around it")
     below = sorted(str(each.parent) for each in (*run.glob(f"*/{METRICS}"), *run.glob(f"*/*/{METRICS}")))

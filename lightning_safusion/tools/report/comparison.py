@@ -126,14 +126,21 @@ def _bytes(first: Logged, other: Logged, a: str, b: str) -> str:
     if mine is None and theirs is None:
         return f"What was sent is unknown: neither file has {SENT}, which SAFusionStrategy logs."
     run, name, silent = (first, a, b) if theirs is None else (other, b, a)
+    return f"{''.join(sent_alone(run, name))} What {silent} sent is unknown: its file has no {SENT}."
+
+
+def sent_alone(run: Logged, name: str) -> Iterator[str]:
+    """What a run sent, against whole gradients; nothing if that was not logged."""
     sent, dense, last = run.mean(SENT), run.latest(DENSE), run.latest(SENT)
+    if sent is None:
+        return
     text = f"A worker sent {sent:.3g} MB in a step of {name} (mean of the logged steps)"
     if dense is not None and sent and last:
         text += (
-            f", {dense / sent:.3g} times fewer bytes than the {dense:.3g} MB of whole gradients, which DDP hands "
-            f"to its all-reduce; at the end {dense / last:.3g} times fewer"
+            f", {dense / sent:.3g} times fewer bytes than the {dense:.3g} MB of whole gradients, which DDP hands to "
+            f"its all-reduce; at the end {dense / last:.3g} times fewer"
         )
-    return f"{text}. What {silent} sent is unknown: its file has no {SENT}."
+    yield f"{text}."
 
 
 def _steps(first: Logged, other: Logged, a: str, b: str) -> str:

@@ -38,29 +38,28 @@ def render_curves(runs: Sequence[Logged]) -> tuple[str, list[str]]:
     """
     called = comparison.names([run.path for run in runs])
     results = comparison.shared(runs)
-    words: list[str] = []
+    words = list(comparison.sent_alone(runs[0], called[0])) if len(runs) == 1 else []
     for other, name in zip(runs[1:], called[1:], strict=True):
         words += comparison.differences(runs[0], other, called[0], name)
     for run, name in zip(runs, called, strict=True):
         words += comparison.remarks(run, name)
     words += comparison.timeless(runs, called)
-    pictures = {name: _pictures(runs, called, name, name) for name in results[:_DRAWN]}
+    drawn = [each for name in results[:_DRAWN] for each in _pictures(runs, called, name, name)]
     exchange = [each for name, label in _EXCHANGE.items() for each in _pictures(runs, called, name, label)[:1]]
     page = render(
         "curves.html",
         runs=runs,
         called=called,
         words=words,
-        pictures={name: drawn for name, drawn in pictures.items() if drawn},
-        exchange=exchange,
+        pictures={"results": drawn, "exchange": exchange},
         left=results[_DRAWN:],
         rows=comparison.table(runs),
     )
     return page, words
 
 
-def _pictures(runs: Sequence[Logged], called: Sequence[str], column: str, label: str) -> list[str]:
-    """Pictures of a column, over steps and over time where that is known."""
+def _pictures(runs: Sequence[Logged], called: Sequence[str], column: str, label: str) -> list[tuple[str, str]]:
+    """Names of pictures of a column, and these: over steps, and over time where that is known."""
     over_steps, over_time = [], []
     for run, name in zip(runs, called, strict=True):
         if column not in run.curves:
@@ -77,7 +76,7 @@ def _pictures(runs: Sequence[Logged], called: Sequence[str], column: str, label:
     for lines, axis in ((over_steps, "step"), (over_time, "seconds of training")):
         shown = [line for line in lines if len(line[1])]
         if shown:
-            drawn.append(picture(plot_lines, shown, called, axis, label, whole))
+            drawn.append((f"{label} by {axis}", picture(plot_lines, shown, called, axis, label, whole)))
     return drawn
 
 

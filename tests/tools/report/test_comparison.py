@@ -8,10 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
 
 import safusion_command as cli
+from lightning_safusion import SAFusionStrategy
 from lightning_safusion.tools.report.comparison import UNKNOWN, names, table
 from lightning_safusion.tools.report.curves import render_curves, thinned
+from tests.integration.test_readings import Logs
+from tests.models import classification, trainer
+from tests.process_group import run_launched
 from tests.tools.report.document import Document
 from tests.tools.report.runs import NASTY, write_run
 from tests.tools.report.test_metrics_file import read, write_csv
@@ -93,6 +99,22 @@ def test_nan_is_named_with_its_file_and_left_out(tmp_path: Path) -> None:
     assert_well_formed(Document(page))
 
 
+@pytest.mark.slow
+def test_trainings_with_no_more_than_lightnings_own_logger_and_clock_can_be_compared(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        for name, strategy in (("saf", SAFusionStrategy(density=0.1, collective="allgather")), ("ddp", "ddp")):
+            options = {"logger": CSVLogger(tmp_path, name=None, version=name), "log_every_n_steps": 4, "max_steps": 12}
+            clock = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
+            trainer(strategy, callbacks=[clock], **options).fit(Logs(), classification())
+
+    run_launched(2, job)
+    text = words(tmp_path / "saf", tmp_path / "ddp")
+    assert re.search(r"loss ended .* in saf", text)
+    assert "of whole gradients, which DDP hands to its all-reduce" in text
+    assert re.search(r"A step took [\d.]+ ms in saf, [\d.]+ ms in ddp", text)
+    assert "became plain DDP" not in text
+
+
 def test_names_are_what_tells_runs_apart(tmp_path: Path) -> None:
     paths = [tmp_path / name / "version_0" / "metrics.csv" for name in ("ddp", "saf")]
     assert names(paths) == ["ddp", "saf"]
@@ -143,7 +165,8 @@ def test_wrong_runs_are_named_with_what_to_do(tmp_path: Path) -> None:
         ([a, profiled], r"no metrics.csv in .*profiled \(only overlap.json, which says nothing of the loss\)"),
         ([tmp_path], rf"{tmp_path} holds several runs: name those to show, of {a}$"),
         ([a, a / "metrics.csv"], "a run is given twice"),
-        ([a, tmp_path / "nowhere"], "there is no .*nowhere"),
+        ([a, tmp_path / "nowhere"], "there is no .*nowhere$"),
+        ([a, tmp_path / "page.html"], r"there is no .*page.html. Did you mean --output .*page.html\?"),
         ([a, tmp_path / "note.txt"], ".*note.txt is no CSV: give metrics.csv"),
         ([a] * 7, "a page has room for 6 runs, got 7"),
     ):
