@@ -110,7 +110,7 @@ def run(
         if commands is COMMANDS and not {"-h", "--help"} & set(args):
             from lightning_safusion.lookup import need
 
-            need(*_NEEDS.get(args[0], ()), what=f"{program} {args[0]}")
+            need(*_NEEDS.get(args[0], ()), what=args[0])
         function = _function(commands[args[0]][0])
         parser = _Parser(prog=f"{program} {args[0]}", allow_abbrev=False)
         add_arguments(parser, function)

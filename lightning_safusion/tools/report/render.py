@@ -10,6 +10,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning_safusion.__about__ import __version__
+from lightning_safusion.lookup import need
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
@@ -59,12 +60,9 @@ def render(template: str, **values: Any) -> str:
     Raises:
         ModuleNotFoundError: If Jinja2 or matplotlib is missing; names the extra that brings them.
     """
-    try:
-        import matplotlib  # noqa: F401 - the pictures need it
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ModuleNotFoundError as error:
-        message = 'reports need Jinja2 and matplotlib: pip install "lightning-safusion[plot]"'
-        raise ModuleNotFoundError(message) from error
+    need("jinja2", "matplotlib", what="a report")
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     loader = PackageLoader("lightning_safusion.tools.report")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

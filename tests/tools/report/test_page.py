@@ -221,6 +221,6 @@ def test_the_command_ends_with_a_message(tmp_path: Path) -> None:
 def test_without_a_library_the_extra_is_named(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(SystemExit, match=r"safusion: reports need .* pip install \"lightning-safusion\[plot\]\""):
+    with pytest.raises(SystemExit, match=r"safusion: report needs .* pip install \"lightning-safusion\[plot\]\""):
         cli.main(["report", str(run)])
     assert not (run / "report.html").exists()
