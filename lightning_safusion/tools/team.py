@@ -175,7 +175,7 @@ def die_with_parent() -> None:
 
 
 def make_trainer(workers: int, strategy: Strategy, callbacks: list[Callback], **options: Any) -> Trainer:
-    """The trainer of one worker: a node with one CPU device, which writes no files and shows no progress.
+    """The trainer of one worker: a node with one CPU device, which shows no progress and writes no files by itself.
 
     Args:
         workers: Of the whole training.
@@ -190,9 +190,8 @@ def make_trainer(workers: int, strategy: Strategy, callbacks: list[Callback], **
         strategy=strategy,
         callbacks=callbacks,
         use_distributed_sampler=False,
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"logger": False, **options},
     )

@@ -17,7 +17,8 @@ from lightning_safusion.tools.tables import RowName, plain_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_BASELINE = "ddp"
+#: The row that others are compared with.
+BASELINE = "ddp"
 _SHORTER = 0.95  # of the default's time: a row that takes less is named
 
 
@@ -94,7 +95,7 @@ class Comparison:
     @property
     def baseline(self) -> History:
         """DDP, or the first row where there is none."""
-        return next((each for each in self.histories if each.system == _BASELINE), self.histories[0])
+        return next((each for each in self.histories if each.system == BASELINE), self.histories[0])
 
     @property
     def noise(self) -> float:

@@ -110,7 +110,9 @@ class DigitsNet(LightningModule):
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        return functional.cross_entropy(self(images), labels)
+        loss = functional.cross_entropy(self(images), labels)
+        self.log("loss", loss)
+        return loss
 
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -23,7 +25,7 @@ from lightning_safusion.profiling import load_timeline, plot_step
 from lightning_safusion.strategy import SAFusionStrategy
 from lightning_safusion.systems import DEFAULT
 from lightning_safusion.tools.bench.rows import parse_row
-from lightning_safusion.tools.demo.curves import Comparison, History, Step
+from lightning_safusion.tools.demo.curves import BASELINE, Comparison, History, Step
 from lightning_safusion.tools.demo.digits import WIDTHS, DigitsNet, Loaders, digits_loaders, load_digits
 from lightning_safusion.tools.demo.link import Paced, paced_rate, sent_bytes
 from lightning_safusion.tools.plan.cluster import resolve_link
@@ -148,6 +150,8 @@ def compare(settings: Settings, output: Path, console: Console) -> list[History]
     for name, figure in pictures.items():
         figure.savefig(output / name, dpi=120)
         console.print(f"Picture: {output / name}", soft_wrap=True)
+    if {BASELINE, DEFAULT} <= set(settings.systems):
+        console.print(f"Both on a page: safusion report {output / BASELINE} {output / DEFAULT}", soft_wrap=True)
     return histories
 
 
@@ -191,11 +195,17 @@ def _progress(console: Console) -> Progress:
 def _work(settings: Settings, system: str, steps: int, folder: Path, rank: int, pipe: Connection) -> None:
     """Trains one row, as one of the workers."""
     seed_everything(settings.seed, workers=True, verbose=False)
-    callbacks: list[Callback] = [_Reporter(pipe), OverlapProfiler(dirpath=folder, progress_bar=False, table=False)]
+    profiler = OverlapProfiler(dirpath=folder, progress_bar=False, table=False)
+    callbacks: list[Callback] = [
+        _Reporter(pipe),
+        profiler,
+        ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])),
+    ]
     if settings.rate is not None:
         callbacks.insert(0, Paced(settings.rate))
-    options: dict[str, Any] = {"max_epochs": settings.epochs, "num_sanity_val_steps": 0}
-    trainer = make_trainer(settings.workers, settings.strategy(system), callbacks, **options)
+    logger = CSVLogger(folder, name="", version="")
+    options: dict[str, Any] = {"max_epochs": settings.epochs, "num_sanity_val_steps": 0, "log_every_n_steps": 10}
+    trainer = make_trainer(settings.workers, settings.strategy(system), callbacks, logger=logger, **options)
     adamw = partial(torch.optim.AdamW, lr=settings.lr)
     trainer.fit(DigitsNet(settings.widths, adamw, steps), *settings.loaders(rank))
 
