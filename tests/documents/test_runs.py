@@ -35,7 +35,7 @@ EXCEPTIONS = {
     "needs a GPU, or Triton's compiler for minutes": r"python3? -m lab (gpu|kernels|launches)\b",
     "stands for something of the reader's": (
         r"python train\.py |python -m lab …"
-        r"|safusion (…|(trace|timeline) RUN_DIR|report RUN$|plan --device FILE|plan --output DIR)"
+        r"|safusion (…|(trace|timeline) RUN_DIR|report RUN|plan --device FILE|plan --output DIR)"
     ),
     "a name in a sentence": r"safusion (trace|timeline|report)$",
     "trains; run by tests/examples": r"python (examples/|-m examples)",

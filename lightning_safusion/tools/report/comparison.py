@@ -109,10 +109,10 @@ def _result(result: str, first: Curve, other: Curve, a: str, b: str) -> str:
     change = one.value - two.value
     if change == 0:
         return f"{result} ended alike: {values}."
-    if min(counts) >= _SCATTERED and abs(change) < 2 * hypot(one.error, two.error):
-        return f"{result} ended without a clear difference, as single values scatter: {values}."
+    scatter = min(counts) >= _SCATTERED and abs(change) < 2 * hypot(one.error, two.error)
+    unclear = " (no clear difference: single values scatter as much)" if scatter else ""
     much = f"{abs(change / two.value) * 100:.2g} % " if two.value else ""
-    return f"{result} ended {much}{'lower' if change < 0 else 'higher'} in {a}: {values}."
+    return f"{result} ended {much}{'lower' if change < 0 else 'higher'} in {a}{unclear}: {values}."
 
 
 def _bytes(first: Logged, other: Logged, a: str, b: str) -> str:
