@@ -39,6 +39,7 @@ from lightning_safusion.sparsify import (
     Sparsifier,
     Threshold,
     TopK,
+    as_selection,
     segmented_view,
 )
 from lightning_safusion.systems import SYSTEMS, System
@@ -117,6 +118,7 @@ __all__ = [
     "TraceRecorder",
     "WorkerLostError",
     "__version__",
+    "as_selection",
     "attach",
     "segmented_view",
 ]

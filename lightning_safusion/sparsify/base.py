@@ -230,6 +230,11 @@ def stable_hash(text: str) -> int:
 
 
 def as_selection(indices: np.ndarray, x: Tensor) -> Selection:
-    """Builds a selection on the CPU from ascending positions."""
-    index = torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64))
+    """The selection of positions.
+
+    Args:
+        indices: int64 [K], ascending and unique positions in the span.
+        x: float32 [N], the span, on any device.
+    """
+    index = torch.from_numpy(np.ascontiguousarray(indices, dtype=np.int64)).to(x.device)
     return Selection(index, x[index], len(indices))

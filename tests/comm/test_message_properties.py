@@ -22,8 +22,8 @@ from lightning_safusion.comm.wire.formats import available_wires, resolve_codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.native import FoundSelection
+from lightning_safusion.testing import FINITE, KINDS, values_of
 from tests.comm.test_damaged import codec_of, outcome
-from tests.sparsify.oracle import FINITE, KINDS, values_of
 
 EXPLICIT = [wire for wire in available_wires() if "-" in wire]
 #: Every layout, with floats and with values of a few bits.

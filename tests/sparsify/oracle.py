@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify.base import Segments, Selection, check_selection
+from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.selection.native import NativeView
 from lightning_safusion.sparsify.selection.survey import Foresight, History
 from lightning_safusion.sparsify.selection.torch_view import TorchView
@@ -85,19 +85,6 @@ def check(selection: Selection, x: Tensor, expected: Sequence[int]) -> None:
     assert torch.equal(selection.values[: len(expected)].view(torch.int32), chosen.view(torch.int32))
 
 
-def check_contract(selection: Selection, x: Tensor, segments: Segments) -> np.ndarray:
-    """Valid positions with the bits of ``x`` there, within every quota, and at least one each; int64 [M] counts."""
-    check_selection(selection, segments, "tested")
-    count = int(selection.count)
-    indices, values = selection.indices[:count], selection.values[:count]
-    assert torch.equal(values.view(torch.int32), x[indices].view(torch.int32))  # bitwise: NaN and -0 too
-    counts: np.ndarray = np.diff(np.searchsorted(indices.numpy(), segments.edges))
-    wanted = np.minimum(segments.quotas, segments.sizes)
-    assert segments.pool or (counts <= wanted).all()
-    assert (counts >= np.minimum(wanted, 1)).all()
-    return counts
-
-
 class Job:
     """A memory to which gradients of some tensors are added, while what will be selected is looked for.
 
@@ -117,31 +104,3 @@ class Job:
             return native.add_finite(self.memory, self.parts, grads, 1.0, self.ahead.wanted()).found
         self.memory += torch.cat(list(grads))
         return None
-
-
-FINITE = ["plain", "bfloat16", "ties", "zeros", "few non-zeros", "constant", "denormals", "rising", "heavy tail"]
-KINDS = [*FINITE, "NaN", "infinities"]
-
-
-def values_of(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    """float32 [size] of a kind of :data:`KINDS`."""
-    x = rng.standard_normal(size).astype(np.float32)
-    if kind == "bfloat16":
-        return torch.from_numpy(x).bfloat16().float().numpy()
-    if kind == "ties":
-        return np.round(2 * x)
-    if kind == "zeros":
-        return x * 0  # of both signs
-    if kind == "few non-zeros":
-        return np.where(rng.random(size) < 0.005, x, -0.0).astype(np.float32)
-    if kind == "constant":
-        return np.full(size, -0.5, np.float32)
-    if kind == "denormals":
-        return (np.arange(size) % 50 * 1e-44).astype(np.float32)
-    if kind == "rising":
-        return np.arange(size, dtype=np.float32)
-    if kind == "heavy tail":
-        return -(np.abs(x) ** 5)
-    if kind in ("NaN", "infinities"):
-        return np.where(rng.random(size) < 0.02, np.float32(np.nan if kind == "NaN" else -np.inf), x)
-    return x

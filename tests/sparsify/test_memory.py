@@ -1,7 +1,7 @@
 """Memories: what they add, send and keep.
 
-Covers: the sum of gradients is conserved; padding; withdrawn gradients; checkpoints and other orders; DGC against
-    closed forms and momentum SGD; lists of tensors that are remembered have a bound, also where layers drop out.
+Covers: what all memories owe; the sum of gradients is conserved whatever their type; DGC against closed forms and
+    momentum SGD; lists of tensors that are remembered have a bound, also where layers drop out.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lightning_safusion.sparsify import (
+    AutoMemory,
     DecoupledMomentum,
     DGCMemory,
     EF21Memory,
@@ -32,6 +33,7 @@ from lightning_safusion.sparsify import (
     span_segments,
 )
 from lightning_safusion.sparsify.memory.contract import Flat
+from lightning_safusion.testing import check_memory
 from tests.cluster import Cluster, settings, specs
 from tests.sparsify.oracle import needs_kernels
 
@@ -110,22 +112,9 @@ def test_decoupled_momentum_loses_what_was_sent() -> None:
     assert memory.accumulated(7, 20).tolist() == [0.0] * 13
 
 
-@pytest.mark.parametrize("memory", [ResidualMemory(), DecoupledMomentum(), DGCMemory(), EF21Memory()])
-def test_padding_does_no_harm(memory: Memory) -> None:
-    bound(memory)
-    compensate(memory, gradients(0))
-    before = {name: value.clone() for name, value in memory.state_dict().items()}
-    sent = memory.accumulated(7, 64)[3:4].clone()
-    # position 0 is padding only, position 3 is both sent and repeated by padding
-    memory.commit(7, torch.tensor([3, 0, 3, 0]), torch.cat([sent, torch.zeros(3)]))
-    for name, value in memory.state_dict().items():
-        assert value[10] == 0 or name == "average"
-        untouched = torch.arange(64) != 10
-        assert torch.equal(value[untouched], before[name][untouched])
-
-
 MEMORIES: dict[str, Callable[[], Memory]] = {
     "residual": ResidualMemory,
+    "auto": AutoMemory,
     "decay": lambda: ResidualMemory(decay=0.5),
     "decoupled": DecoupledMomentum,
     "classic": DGCMemory,
@@ -138,44 +127,8 @@ MEMORIES: dict[str, Callable[[], Memory]] = {
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_withdraw_undoes_compensate(name: str) -> None:
-    memory = bound(MEMORIES[name]())
-    if name != "none":
-        for step in range(3):
-            compensate(memory, gradients(step))
-    before = memory.accumulated(0, 64).clone()
-    later = gradients(9)
-    compensate(memory, later)
-    for tensor in range(5):
-        memory.withdraw(tensor, later[tensor])
-    torch.testing.assert_close(memory.accumulated(0, 64), before, rtol=1e-5, atol=1e-5)
-    # and the future is what it would have been
-    twin = bound(MEMORIES[name]())
-    for step in (0, 1, 2, 4) if name != "none" else (4,):
-        compensate(twin, gradients(step))
-    compensate(memory, gradients(4))
-    torch.testing.assert_close(memory.accumulated(0, 64), twin.accumulated(0, 64), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", [n for n in MEMORIES if n != "none"])
-def test_state_moves_with_its_tensor_and_survives_a_checkpoint(name: str) -> None:
-    memory = bound(MEMORIES[name]())
-    for step in range(2):
-        compensate(memory, gradients(step))
-    order = [4, 2, 0, 3, 1]
-    sizes = [EDGES[i + 1] - EDGES[i] for i in order]
-    edges = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-    expected = torch.cat([memory.accumulated(EDGES[i], EDGES[i + 1]) for i in order])
-    memory.permute(order, edges)
-    assert torch.equal(memory.accumulated(0, 64), expected)
-
-    twin = MEMORIES[name]()
-    twin.bind(edges, CPU)
-    twin.load_state_dict({key: value.clone() for key, value in memory.state_dict().items()})
-    grad = torch.ones(sizes[1])
-    for each in (memory, twin):
-        each.compensate([1], [grad], [False], grad.norm()[None])
-    assert torch.equal(memory.accumulated(0, 64), twin.accumulated(0, 64))
+def test_every_memory_keeps_its_contract(name: str) -> None:
+    check_memory(MEMORIES[name])
 
 
 def test_state_of_another_layout_is_refused() -> None:

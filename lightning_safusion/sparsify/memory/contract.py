@@ -54,6 +54,15 @@ class Memory(ABC):
         self._flats = {name: Flat(edges, device) for name in self.vectors}
         self._pending = self._flats[self.pending]
 
+    def views(self, ids: Sequence[int], vector: str | None = None) -> list[Tensor]:
+        """float32 views of tensors in a vector, for a subclass to change.
+
+        Args:
+            ids: Positions in the layout.
+            vector: One of :attr:`vectors`; :attr:`pending` by default.
+        """
+        return self._flats[vector or self.pending].of(ids)
+
     @abstractmethod
     def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
         """Adds fresh, finite gradients to the state.
