@@ -21,7 +21,7 @@ from lightning_safusion.comm.exchange import Exchange, SpanSpec, StreamOrderedEx
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
-from lightning_safusion.lookup import look_up
+from lightning_safusion.registry import Registry
 from lightning_safusion.sparsify.base import Segments
 
 
@@ -177,6 +177,7 @@ COLLECTIVES: dict[str, Collective] = {
     "oktopk": Collective(OkTopkExchange, _oktopk),
     "gtopk": Collective(GTopKExchange, _gtopk),
 }
+_REGISTRY: Registry[Collective] = Registry("collective", Collective, COLLECTIVES, "collectives")
 
 #: From so many workers on ``"auto"`` takes shards: a sparse all-gather would bring each more than three times as
 #: many bytes, but has no second selection.
@@ -207,5 +208,6 @@ def find_collective(name: str) -> Collective:
 
     Raises:
         ValueError: If there is none; the message lists the names and suggests the closest.
+        RuntimeError: If an installed package's collective cannot be loaded.
     """
-    return look_up("collective", name, COLLECTIVES)
+    return _REGISTRY.resolve(name)

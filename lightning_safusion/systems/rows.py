@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from lightning_safusion.lookup import DDPHookName, QuotaRule, Scope, SelectBy, look_up
+from lightning_safusion.lookup import DDPHookName, QuotaRule, Scope, SelectBy
+from lightning_safusion.registry import Registry
 
 if TYPE_CHECKING:  # the table is read where there is no torch
     from lightning_safusion.fusion.plans.policy import FusionPolicy
@@ -37,7 +38,8 @@ class EngineSystem(System):
     An argument of the strategy replaces the part of its name.
 
     Args:
-        dense_below, dense_below_ndim: Tensors of fewer elements, and of fewer dimensions, are dense.
+        dense_below: Tensors of fewer elements are dense.
+        dense_below_ndim: Tensors of fewer dimensions are dense.
     """
 
     fusion: str
@@ -300,15 +302,19 @@ _ROWS: tuple[EngineSystem | HookSystem, ...] = (
 
 #: All systems by name.
 SYSTEMS: dict[str, EngineSystem | HookSystem] = {row.name: row for row in _ROWS}
+REGISTRY: Registry[EngineSystem | HookSystem] = Registry("system", EngineSystem | HookSystem, SYSTEMS, "systems")
 
 
 def resolve_system(name: str) -> EngineSystem | HookSystem:
-    """The row called ``name``.
+    """The row called ``name``: of :data:`SYSTEMS`, or what an installed package adds under this name.
 
     Raises:
         ValueError: If there is none; the message lists the names.
+        TypeError: If an installed package offers something that is not a system.
+        RuntimeError: If an installed package's system cannot be loaded.
     """
-    return look_up("system", name, SYSTEMS)
+    row = REGISTRY.resolve(name)
+    return row if row.name == name else replace(row, name=name)
 
 
 #: Names of systems where a model is sharded inside of replicas (HSDP), and the exchange is between these.

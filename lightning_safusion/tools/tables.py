@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_safusion.literal import literal
-from lightning_safusion.systems.rows import SYSTEMS
+from lightning_safusion.registry import origin_of
+from lightning_safusion.systems.rows import REGISTRY, SYSTEMS
 
 _INDENT = "  "
 
@@ -92,4 +93,6 @@ def print_systems() -> None:
         table.add_column(heading, overflow="fold")
     for row in SYSTEMS.values():
         table.add_row(f"[bold]{row.name}[/bold]", row.summary, row.source)
+    for name, entry in REGISTRY.offered().items():  # a system that nobody trains with need not be importable
+        table.add_row(f"[bold]{name}[/bold]", "of an installed package", literal(origin_of(entry)))
     Console().print(table)

@@ -15,7 +15,8 @@ RECIPES = "\n".join(path.read_text(encoding="utf-8") for path in Path(__file__).
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), ids=lambda block: block[:20])
 def test_the_code_is_that_of_the_tests(block: str) -> None:
     for part in block.split("\n\n\n"):
-        assert part.strip() in RECIPES
+        if not part.startswith(("import ", "from ")):  # tests/documents sees to imports
+            assert part.strip() in RECIPES
 
 
 def test_files_of_the_page_exist() -> None:

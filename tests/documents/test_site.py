@@ -13,7 +13,7 @@ import pytest
 
 import lightning_safusion
 from lab.site_hooks import moved
-from lightning_safusion import metrics
+from lightning_safusion import metrics, plugins, testing
 from tests.documents.pages import ROOT
 from tests.e2e.browser import browser
 
@@ -42,8 +42,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_public_names_are_in_the_api(site: Path) -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in (site / "api").glob("*.html"))
-    documented = set(re.findall(r'id="lightning_safusion\.(?:metrics\.)?(\w+)"', text))
-    assert set(lightning_safusion.__all__) - {"__version__"} | set(metrics.__all__) <= documented
+    documented = set(re.findall(r'id="lightning_safusion\.(?:metrics\.|plugins\.|testing\.)?(\w+)"', text))
+    public = {name for module in (lightning_safusion, metrics, plugins, testing) for name in module.__all__}
+    assert public - {"__version__"} <= documented
     assert not re.search(r":(class|func|meth|data|attr):", text)  # roles of docstrings are names on a page
 
 

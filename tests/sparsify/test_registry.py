@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
-from lightning_safusion.sparsify import Sparsifier, TopK, available_sparsifiers, registry, resolve_sparsifier
+from lightning_safusion.sparsify import TopK, resolve_sparsifier
 
 BUILTIN = ["topk", "randomk", "threshold", "dgc", "gaussiank", "redsync", "sidco", "adtopk", "oktopk", "none"]
 
@@ -28,18 +27,3 @@ def test_other_types_are_refused() -> None:
     wrong: Any = 5
     with pytest.raises(TypeError, match="got 5 of type int"):
         resolve_sparsifier(wrong)
-
-
-def test_installed_packages_add_names_but_cannot_replace_builtin_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = registry.ENTRY_POINT_GROUP
-    offered = [
-        EntryPoint("mine", "lightning_safusion.sparsify.basic:TopK", group),
-        EntryPoint("topk", "collections:OrderedDict", group),
-        EntryPoint("broken", "collections:OrderedDict", group),
-    ]
-    monkeypatch.setattr(registry, "entry_points", lambda *, group: offered)
-    assert available_sparsifiers() == [*BUILTIN, "broken", "mine"]
-    assert isinstance(resolve_sparsifier("mine"), TopK)
-    assert isinstance(resolve_sparsifier("topk"), Sparsifier)
-    with pytest.raises(TypeError, match="'broken' of collections"):
-        resolve_sparsifier("broken")

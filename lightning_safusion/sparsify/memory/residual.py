@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.lookup import look_up
+from lightning_safusion.registry import Registry
 from lightning_safusion.sparsify.memory.contract import Memory, as_float32
 from lightning_safusion.sparsify.memory.momentum import DGCMemory, EF21Memory
 
@@ -187,17 +187,16 @@ class NoMemory(Memory):
 MEMORIES: dict[str, type[Memory]] = {
     memory.name: memory for memory in (AutoMemory, ResidualMemory, DecoupledMomentum, DGCMemory, EF21Memory, NoMemory)
 }
+_REGISTRY: Registry[Memory] = Registry("memory", Memory, MEMORIES, "memories", "a Memory")
 
 
 def resolve_memory(spec: str | Memory) -> Memory:
-    """Builds a memory from its name ("auto", "residual", "decoupled", "dgc", "ef21", "none"); others are returned.
+    """Builds a memory from its name ("auto", "residual", "decoupled", "dgc", "ef21", "none", or one that an installed
+    package adds); others are returned.
 
     Raises:
         ValueError: If the name is unknown.
         TypeError: If ``spec`` is neither a name nor a memory.
+        RuntimeError: If an installed package's memory cannot be made.
     """
-    if isinstance(spec, Memory):
-        return spec
-    if not isinstance(spec, str):
-        raise TypeError(f"memory must be a name or a Memory, got {spec!r} of type {type(spec).__name__}")
-    return look_up("memory", spec, MEMORIES, "pass a Memory")()
+    return _REGISTRY.resolve(spec)

@@ -13,7 +13,7 @@ import lightning_safusion
 ROOT = Path(lightning_safusion.__file__).parent
 PLANS, SETTINGS = "lightning_safusion.fusion.plans", "lightning_safusion.fusion.settings"
 #: What the modules of ``fusion/plans/`` may import of this package besides each other.
-ALLOWED = ("lightning_safusion.comm.cost", "lightning_safusion.lookup")
+ALLOWED = ("lightning_safusion.comm.cost", "lightning_safusion.lookup", "lightning_safusion.registry")
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -29,9 +29,10 @@ def imported(path: Path) -> Iterator[str]:
 NAMES = sorted(path.name for path in (ROOT / "fusion/plans").glob("*.py"))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "lookup", "cost"])
+@pytest.mark.parametrize("name", [*NAMES, "lookup", "registries", "cost"])
 def test_a_planning_module_imports_nothing_of_the_engine(name: str) -> None:
-    path = {"lookup": ROOT / "lookup.py", "cost": ROOT / "comm/cost.py"}.get(name, ROOT / "fusion/plans" / name)
+    others = {"lookup": "lookup.py", "registries": "registry.py", "cost": "comm/cost.py"}
+    path = ROOT / others.get(name, f"fusion/plans/{name}")
     modules = set(imported(path))
     ours = {module for module in modules if module.startswith("lightning_safusion")}
     assert {module for module in ours if not module.startswith((f"{PLANS}.", *ALLOWED))} == set()
