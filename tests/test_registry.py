@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonargparse import ArgumentParser
 from lightning.pytorch import seed_everything
+from lightning.pytorch.strategies import Strategy
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm.catalogue import find_collective
@@ -85,6 +87,10 @@ def test_its_system_is_a_row_of_every_table(capsys: pytest.CaptureFixture[str]) 
     assert "mine" in capsys.readouterr().out
     assert simulated_row("mine[density=0.1]").parts.system.summary.startswith("before fusion")
     assert parse_row("mine[wire=bf16]").strategy(0.1).settings.fusion.name == "halves"
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(Strategy, "strategy")
+    given = {"class_path": "lightning_safusion.SAFusionStrategy", "init_args": {"system": "mine", "memory": "halved"}}
+    assert parser.instantiate_classes(parser.parse_object({"strategy": given})).strategy.system == "mine"
     with pytest.raises(ValueError, match="Did you mean 'mine'"):
         resolve_system("Mine")
 
