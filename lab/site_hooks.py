@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Files of the repository, outside ``docs/``, and what they are called on the site.
 PUBLISHED = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "LICENSE": "LICENSE.txt"}
 #: Kinds of files of ``examples/`` that are published under their own names.
-KINDS = (".py", ".yaml", ".sbatch", ".md")
+KINDS = (".py", ".yaml", ".sbatch", ".md", ".ipynb")
 #: Buttons below the first paragraph of the home page.
 BUTTONS = (
     "[Quickstart](docs/quickstart.md){ .md-button .md-button--primary } "
