@@ -174,7 +174,7 @@ def _bound(make: Callable[[], Memory], steps: int = 0) -> Memory:
 
 def _gradients(step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return [torch.randn(stop - start, generator=generator) for start, stop in pairwise(_EDGES)]
+    return [torch.randn(stop - start, generator=generator, dtype=torch.float32) for start, stop in pairwise(_EDGES)]
 
 
 def _compensate(memory: Memory, grads: Sequence[Tensor], ids: Sequence[int] = _ALL) -> None:
@@ -194,7 +194,7 @@ def _check_sums(make: Callable[[], Memory]) -> None:
         _keep(x.dtype == torch.float32 and x.shape == (64,), "accumulated is float32 [N], and not", x.dtype)
         chosen = TopK().select(x, span_segments(64, 5), step).indices
         sent = x[chosen].bfloat16().float()
-        used += memory.received(0, 64, torch.zeros(64).index_add_(0, chosen, sent)).double()
+        used += memory.received(0, 64, torch.zeros(64, dtype=torch.float32).index_add_(0, chosen, sent)).double()
         memory.commit(0, chosen, sent)
         memory.settle(0, 64)
     apart = float((used + memory.accumulated(0, 64) - given).abs().max())
@@ -207,7 +207,11 @@ def _check_padding(make: Callable[[], Memory]) -> None:
     _compensate(memory, _gradients(0))
     before = memory.accumulated(0, 64).clone()
     # position 0 is padding only, position 3 is both sent and repeated by padding
-    memory.commit(7, torch.tensor([3, 0, 3, 0]), torch.cat([before[10:11], torch.zeros(3)]))
+    memory.commit(
+        7,
+        torch.tensor([3, 0, 3, 0], dtype=torch.int64),
+        torch.cat([before[10:11], torch.zeros(3, dtype=torch.float32)]),
+    )
     others = torch.arange(64) != 10
     after = memory.accumulated(0, 64)
     _keep(torch.equal(after[others], before[others]), "commit changes elements that were sent, and changed", "others")
@@ -239,7 +243,7 @@ def _check_moved(make: Callable[[], Memory]) -> None:
     resumed.bind(edges, torch.device("cpu"))
     resumed.load_state_dict({name: value.clone() for name, value in memory.state_dict().items()})
     for each in (memory, resumed):
-        _compensate(each, [torch.ones(sizes[1])], [1])
+        _compensate(each, [torch.ones(sizes[1], dtype=torch.float32)], [1])
     same = torch.equal(memory.accumulated(0, 64), resumed.accumulated(0, 64))
     _keep(same, "what state_dict returned restores the memory; it differs after", "one more gradient")
 
