@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from lightning.pytorch import seed_everything
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from lab.markdown import markdown
 from lab.processes import run_workers
@@ -117,7 +118,7 @@ def label(row: Row) -> str:
     """The row in the table and the picture."""
     if row.scope == "dense":
         return "dense"
-    return f"{'after' if row.scope == 'group' else 'before'}, {'no ' if row.memory == 'none' else ''}feedback"
+    return f"{'after' if row.scope == 'group' else 'before'} fusion, {'no ' if row.memory == 'none' else ''}feedback"
 
 
 def table(results: dict[Row, list[Result]], tensors: int) -> str:
@@ -151,10 +152,11 @@ def picture(results: dict[Row, list[Result]], tensors: int, title: str) -> Figur
         color, style = styles["dense" if row.scope == "dense" else row.memory]
         left.axhline(means(results, [row], "missing")[0], color=color, ls=style, label=label(row))
         right.axhline(means(results, [row], "accuracy")[0], color=color, ls=style, label=label(row))
-    left.set(ylabel="share of gradient tensors of which nothing was sent")
+    left.set(ylabel="share of tensors that send nothing")
     right.set(ylabel="validation accuracy after the last epoch")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda degree, _: f"{degree:g}"))
         axes.set(xlabel="tensors in a buffer")
         axes.grid(alpha=0.3)
     right.legend()

@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 from rich.table import Table
 
 from lab.accuracy.reached import ACCURACY_BELOW, LOSS_ABOVE, Reached
@@ -118,12 +119,14 @@ def plot_rows(tables: Sequence[tuple[Setting, Sequence[Reached]]]) -> Figure:
             if not row.curve:
                 continue
             color = "black" if row.name == "ddp" else colors[place % len(colors)]
-            axes.plot(*zip(*row.curve, strict=True), color=color, label=row.name, linewidth=1.5)
+            label = row.name if row.mean_seconds is None else f"{row.name}: {row.mean_seconds:.1f} s"
+            axes.plot(*zip(*row.curve, strict=True), color=color, label=label, linewidth=1.5)
             if row.mean_seconds is not None:
                 axes.axvline(row.mean_seconds, color=color, linestyle=":", linewidth=0.8)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:g}"))
         axes.set_title(setting.title, fontsize="small")
-        axes.set_xlabel("seconds on the link (dotted: the target is reached, mean over the seeds)")
+        axes.set_xlabel("seconds on the link (dotted, and in the legend: the target is reached, mean over the seeds)")
         axes.set_ylabel(f"held-out {setting.task.metric}, mean over the seeds")
         axes.legend(fontsize="x-small")
         axes.grid(alpha=0.3)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from lab.convergence.plan import (
     CONTENDERS,
@@ -32,6 +33,9 @@ from lab.tasks import Task
 _COLORS = dict(zip(CONTENDERS, ("tab:red", "tab:cyan", "tab:blue", "tab:olive", "tab:green"), strict=True))
 _MEMORIES = {"residual": ("tab:blue", "feedback"), "none": ("tab:red", "no feedback")}
 _RUNS = 3  # of one configuration that an interval needs
+_COLUMNS = 3  # of panels; a page shows no more
+# The glossary's words.
+_WORDS = {"behind": "after fusion", "ahead": "before fusion", "the default": "the default, by gradient"}
 _AXIS = {"accuracy": "validation accuracy", "loss": "validation loss"}
 
 
@@ -83,8 +87,11 @@ def by_density(known: Known) -> Figure | None:
         _dense(axes, known.of(task, [DENSE]))
         for name, scheme in CONTENDERS.items():
             points = known.of(task, [replace(scheme, density=density) for density in DENSITIES])
-            _line(axes, points, [point.scheme.density for point in points], name, _COLORS[name])
+            _line(axes, points, [point.scheme.density for point in points], _WORDS.get(name, name), _COLORS[name])
         axes.set(xscale="log", xlabel="density")
+        axes.set_xticks(DENSITIES)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
+        axes.xaxis.set_minor_locator(NullLocator())
 
     return _panels(known, "Accuracy by density", [task for task in MAIN if _swept(known, task)], draw)
 
@@ -97,14 +104,17 @@ def by_bytes(known: Known) -> Figure | None:
         for name, scheme in CONTENDERS.items():
             densities = (*DENSITIES, *(MORE_DENSITIES if scheme in (FEW_BITS, DEFAULT) else ()))
             points = known.of(task, [replace(scheme, density=density) for density in densities])
-            _line(axes, points, [point.bytes_mean for point in points], name, _COLORS[name])
+            _line(axes, points, [point.bytes_mean for point in points], _WORDS.get(name, name), _COLORS[name])
         ranks = known.of(task, [Scheme("powersgd", rank=rank) for rank in RANKS])
         _line(axes, ranks, [point.bytes_mean for point in ranks], "PowerSGD", "black")
         others = known.of(task, [each.scheme for each in known.summaries if _is_usual(each.scheme)])
         axes.plot(
             [point.bytes_mean for point in others], [point.metric.mean for point in others], ".", color="gray", zorder=0
         )
-        axes.set(xscale="log", xlabel="bytes per worker and step, mean over all steps")
+        axes.set(xscale="log", xlabel="bytes per worker and step")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count / 1e3:g} kB"))
+        axes.xaxis.set_minor_locator(NullLocator())
 
     return _panels(known, "What bytes buy", [task for task in MAIN if _swept(known, task)], draw)
 
@@ -120,16 +130,20 @@ def observation_1(known: Known) -> Figure | None:
         for memory, (color, label) in _MEMORIES.items():
             points = _by_degree(known, task, scheme, [memory])
             degrees = [float(min(point.scheme.degree or point.tensors, point.tensors)) for point in points]
-            left.plot(degrees, [point.missing or 0.0 for point in points], "o-", color=color, label=f"behind, {label}")
-            _line(right, points, degrees, f"behind, {label}", color)
-            for ahead in known.of(task, [replace(scheme, method="ahead", memory=memory)]):
-                left.axhline(ahead.missing or 0.0, color=color, ls="--")
-                right.axhline(ahead.metric.mean, color=color, ls="--", label=f"ahead, {label}")
+            left.plot(
+                degrees, [point.missing or 0.0 for point in points], "o-", color=color, label=f"after fusion, {label}"
+            )
+            _line(right, points, degrees, f"after fusion, {label}", color)
+            for before in known.of(task, [replace(scheme, method="ahead", memory=memory)]):
+                left.axhline(before.missing or 0.0, color=color, ls="--")
+                right.axhline(before.metric.mean, color=color, ls="--", label=f"before fusion, {label}")
         _dense(right, known.of(task, [DENSE]))
-        left.set(ylabel="share of gradient tensors of which nothing was sent")
+        left.set(ylabel="share of tensors that send nothing")
         right.set(ylabel=_AXIS[task.metric])
+        _bounded(right, task)
         for axes in (left, right):
             axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda degree, _: f"{degree:g}"))
             axes.set(title=f"{task.name}, density {scheme.density:.2%}", xlabel="tensors in a buffer")
             axes.grid(alpha=0.3)
         right.legend(fontsize=8)
@@ -150,9 +164,10 @@ def scales(known: Known) -> Figure | None:
     for axes, (memory, (_, label)) in zip(figure.subplots(1, 2, sharey=True), _MEMORIES.items(), strict=True):
         for scheme in (DENSE, *(replace(each, memory=memory) for each in WEIGHED)):
             points = {weight: found[0] for weight, task in WEIGHTS.items() if (found := known.of(task, [scheme]))}
-            color = _COLORS.get(scheme.method, "black")
-            _line(axes, list(points.values()), list(points), scheme.method, color)
+            color, name = _COLORS.get(scheme.method, "black"), _WORDS.get(scheme.method, scheme.method)
+            _line(axes, list(points.values()), list(points), name, color)
         axes.set(title=label, xscale="log", xlabel="weight of the second head in the loss", ylabel=_AXIS["accuracy"])
+        _bounded(axes, next(iter(WEIGHTS.values())))
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     return figure
@@ -161,7 +176,9 @@ def scales(known: Known) -> Figure | None:
 def observation_2(known: Known) -> Figure | None:
     """Selection after and before fusion on every task, without error feedback and with it; dense as a line."""
     kinds = {
-        f"{method},\n{'no ' if memory == 'none' else ''}feedback": Scheme(method, memory=memory)
+        f"{_WORDS[method].replace(' ', chr(10))},\n{'no ' if memory == 'none' else ''}feedback": Scheme(
+            method, memory=memory
+        )
         for memory in ("none", "residual")
         for method in ("behind", "ahead")
     }
@@ -190,14 +207,29 @@ def _panels(known: Known, title: str, tasks: Sequence[Task], draw: Callable[[Axe
     """One panel for each task; None if there are none."""
     if not tasks:
         return None
-    figure = Figure(figsize=(4.6 * len(tasks), 4.5), layout="constrained")
+    columns = min(_COLUMNS, len(tasks))
+    rows = math.ceil((len(tasks) + 1) / columns)  # the legend has a place of its own
+    figure = Figure(figsize=(3.7 * columns, 3.4 * rows), layout="constrained")
     figure.suptitle(title)
-    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, task in zip(places, tasks, strict=False):
         draw(axes, task)
         axes.set(title=task.name, ylabel=_AXIS[task.metric])
         axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=8)
+        _bounded(axes, task)
+    for axes in places[len(tasks) :]:
+        axes.axis("off")
+    handles = {
+        label: handle for axes in places for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    places[len(tasks)].legend(handles.values(), handles, loc="center left")
     return figure
+
+
+def _bounded(axes: Axes, task: Task) -> None:
+    """No accuracy is above 1, whatever the interval."""
+    if task.higher_is_better:
+        axes.set_ylim(top=min(1.0, axes.get_ylim()[1]))
 
 
 def _line(axes: Axes, points: Sequence[Summary], places: Sequence[float], label: str, color: str) -> None:
