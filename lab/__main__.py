@@ -38,7 +38,7 @@ STUDIES = {
     "picture": ("lab.picture:picture", "The pictures of the README and the results, from the documents' tables."),
     "systems": ("lab.systems:write_tables", "Writes the tables of docs/systems.md and docs/limits.md anew."),
     "traces": ("lab.architectures:traces", "Writes the traces that the simulator ships."),
-    "experiments": ("lab.experiments:experiments", "The experiments of the papers' slides on the simulator."),
+    "papers": ("lab.papers.command:papers", "The seven experiments of SAFusion's slides, beside what they claim."),
 }
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lab.experiments import PUBLISHED
 from lab.markdown import markdown
+from lab.papers.simulated import PUBLISHED
 from lab.planner_loss import losses, plan_pareto, predict_behind, random_behind, random_dense
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS

@@ -155,6 +155,15 @@ def bench(place: Place, options: Any, rows: Sequence[str], output: Path, console
         run_own(given)
 
     list(run_workers(place, work))
+    return figures_of(output)
+
+
+def figures_of(output: Path) -> Figures:
+    """The figures of all rows that a benchmark has written.
+
+    Raises:
+        RuntimeError: If one was left out.
+    """
     record = json.loads((output / "bench.json").read_text(encoding="utf-8"))
     if record["left_out"]:
         raise RuntimeError(f"rows have failed: {record['left_out']}")

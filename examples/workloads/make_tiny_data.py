@@ -24,6 +24,8 @@ from examples.workloads.squad import data as squad
 from examples.workloads.vision.cifar import FILES
 from examples.workloads.vision.imagenet import FOLDERS
 
+#: Where the configurations look for them.
+FOLDER = Path("data/tiny")
 _BLANK = "\N{OPEN BOX}"  # a letter of its own: WikiText's tokens are separated by blanks
 _PAGE = 2000  # characters
 
@@ -163,16 +165,25 @@ def make_squad(folder: Path, count: int = 320) -> None:
     (folder / "vocab.txt").write_text("\n".join([*special, *sorted(words)]), encoding="utf-8")
 
 
-def main() -> None:
-    """Makes all data sets."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("data/tiny"))
-    folder: Path = parser.parse_args().folder
+def make_all(folder: Path = FOLDER) -> None:
+    """Makes all data sets.
+
+    Args:
+        folder: Is made if it is not there.
+    """
     make_wikitext2(folder / "wikitext-2")
     make_wikitext103(folder / "wikitext-103-raw")
     make_cifar100(folder / "cifar-100-python")
     make_imagenet(folder / "imagenet")
     make_squad(folder / "squad")
+
+
+def main() -> None:
+    """Makes all data sets."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    folder: Path = parser.parse_args().folder
+    make_all(folder)
     print(f"made small data sets in {folder}")
 
 

@@ -29,7 +29,7 @@ EXCEPTIONS = {
     "builds or tests the whole project, which CI does": r"(make|pytest|(SAFUSION_VERSIONS=1 )?python -m pytest) ",
     "measures or trains for minutes": (
         r"safusion (bench|demo)\b|python -m lab (bench|selection|native|hook|window|numerics|callbacks|missing-rate)\b"
-        r"|python -m lab (attack\b|perplexity|experiments$|break-even|convergence (--output|--tasks|--study))"
+        r"|python -m lab (attack\b|perplexity|papers\b(?!.* [34]$)|break-even|convergence (--output|--tasks|--study))"
         r"|python -m lab (lightning-suite|soak|hsdp-loss)\b|SAFUSION_CUDA_"
     ),
     "needs a GPU, or Triton's compiler for minutes": r"python3? -m lab (gpu|kernels|launches)\b",

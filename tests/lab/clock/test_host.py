@@ -20,7 +20,7 @@ from lab.clock.costs import (
     StageCost,
     planned_costs,
 )
-from lab.experiments import PUBLISHED
+from lab.papers.simulated import PUBLISHED
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.profiling.trace import Trace, TraceTensor
 from lightning_safusion.tools.plan import engine

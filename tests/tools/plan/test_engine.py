@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.experiments import PUBLISHED
+from lab.papers.simulated import PUBLISHED
 from lab.planner_loss import predict_behind
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.pricing import predict_finish

@@ -26,7 +26,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lab.experiments import PUBLISHED
+from lab.papers.simulated import PUBLISHED
 from lab.planner_loss import plan_pareto
 from lightning_safusion.comm.cost import LINKS, Link
 from lightning_safusion.fusion.plans.adaptive import optimal_cuts, plan_optimal

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from lab.experiments import PUBLISHED
+from lab.papers.simulated import PUBLISHED
 from lightning_safusion.comm.cost import LINKS
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import SelectionCost, ddp_buckets
