@@ -108,6 +108,8 @@ def _check(experiment: int, tiny: bool, measured: bool, bandwidth: Sequence[str]
         raise ValueError(f"there is no experiment {experiment}: give 1 to {max(EXPERIMENTS)}")
     if experiment == 1 and measured:
         raise ValueError("experiment 1 always trains: leave out --measured")
+    if experiment == 1 and len(bandwidth) > 1:
+        raise ValueError(f"experiment 1 trains over links of one bandwidth, got {', '.join(bandwidth)}")
     trains = experiment == 1 or measured
     if config and not trains:
         raise ValueError("--config is of trainings: give --measured, or leave it out")
