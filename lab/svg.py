@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 #: Colours of what is compared; they can be seen on both backgrounds.
 DEFAULT, BF16, DDP, FLOOR = "#3a7bd5", "#d2801e", "#848d97", "#a8b1bb"
+#: The colour of letters, as matplotlib draws it.
+INK = "#1f2328"
 # Colours of a light screen, which matplotlib draws, and of a dark one.
-_INK, _CARD, _LINE = ("#1f2328", "#e6edf3"), ("#fefefe", "#161b22"), ("#d0d7dd", "#3d444d")
+_INK, _CARD, _LINE = (INK, "#e6edf3"), ("#fefefe", "#161b22"), ("#d0d7dd", "#3d444d")
 _NAMED = {"ink": _INK, "card": _CARD, "line": _LINE}
 _LOOKS: dict[Any, Any] = {
     "svg.fonttype": "none",

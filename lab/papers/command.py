@@ -9,14 +9,16 @@ Each writes its table, picture and raw figures into a folder, and says whether t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.papers.claims import EXPERIMENTS, Experiment, Step
 from lab.papers.figures import write
 from lab.papers.simulated import simulate
+from lab.svg import chart
 from lightning_safusion.lookup import need
 from lightning_safusion.tools.plan.cluster import resolve_link
 
@@ -34,7 +36,8 @@ class Report:
         claim: What the slides claim.
         table: In markdown.
         sentences: Whether the claim holds, and what to know of the figures.
-        picture: Of them.
+        size: Of their picture, width and height in inches.
+        draw: Draws it.
         figures: All of them.
     """
 
@@ -42,7 +45,8 @@ class Report:
     claim: str
     table: str
     sentences: Sequence[str]
-    picture: Figure
+    size: tuple[float, float]
+    draw: Callable[[Figure], None]
     figures: Sequence[DataclassInstance]
 
     def save(self, path: Path) -> str:
@@ -56,7 +60,9 @@ class Report:
         )
         text = "\n\n".join(parts)
         Path(f"{path}.md").write_text(f"{text}\n", encoding="utf-8")
-        self.picture.savefig(f"{path}.svg", metadata={"Date": None})
+        with chart(Path(f"{path}.svg"), self.size, self.title, " ".join(self.sentences)) as figure:
+            figure.suptitle(self.title, fontsize="medium")
+            self.draw(figure)
         write(Path(f"{path}.csv"), self.figures)
         return text
 
@@ -92,7 +98,7 @@ def papers(
         ModuleNotFoundError: If an extra is missing; names it.
         RuntimeError: If a worker fails; names its log.
     """
-    need("matplotlib", "plot")
+    need("matplotlib")
     for number in experiment:
         _check(number, tiny, measured, bandwidth, config)
     for number in experiment:
@@ -129,8 +135,8 @@ def _trained(number: int, tiny: bool, bandwidth: Sequence[str], config: Sequence
         return None
     points, where = found
     title = f"Convergence ({'tiny workloads, ' if tiny else ''}{where})"
-    picture = curves.picture(points, title)
-    return Report(title, convergence.CLAIM, curves.table(points), curves.sentences(points), picture, points)
+    draw = partial(curves.draw, points)
+    return Report(title, convergence.CLAIM, curves.table(points), curves.sentences(points), curves.SIZE, draw, points)
 
 
 def _measured(number: int, tiny: bool, bandwidth: Sequence[str], config: Sequence[str], logs: Path) -> Report | None:
@@ -161,7 +167,8 @@ def _chosen(number: int, tiny: bool) -> Experiment:
 
 
 def _compared(experiment: Experiment, steps: Sequence[Step], title: str, remarks: Sequence[str]) -> Report:
-    from lab.papers.report import picture, sentences, table
+    from lab.papers.report import draw, sentences, size, table
 
     shown = [*sentences(experiment, steps), *remarks]
-    return Report(title, experiment.claim, table(experiment, steps), shown, picture(experiment, steps, title), steps)
+    drawn = size(experiment, steps), partial(draw, experiment, steps)
+    return Report(title, experiment.claim, table(experiment, steps), shown, *drawn, steps)

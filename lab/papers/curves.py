@@ -11,6 +11,10 @@ from matplotlib.ticker import ScalarFormatter
 from lab.markdown import markdown
 from lab.papers.claims import PAPERS
 from lab.papers.convergence import CLOSE, DENSE, RIVALS, SYSTEMS, TASKS, Point
+from lab.svg import INK
+
+#: Inches that :func:`draw` needs.
+SIZE = (8, 2.6 * len(TASKS))
 
 
 def table(points: Sequence[Point]) -> str:
@@ -49,14 +53,12 @@ def sentences(points: Sequence[Point]) -> list[str]:
     return found
 
 
-def picture(points: Sequence[Point], title: str) -> Figure:
+def draw(points: Sequence[Point], figure: Figure) -> None:
     """A row for each task: the metric over steps (left) and over seconds of training (right)."""
-    figure = Figure(figsize=(8, 2.6 * len(TASKS)), layout="constrained")
-    figure.suptitle(title, fontsize="medium")
     for row, name in zip(figure.subplots(len(TASKS), 2, sharey="row"), TASKS, strict=True):
         for number, system in enumerate(SYSTEMS):
             curve = [point for point in points if (point.task, point.system) == (name, system)]
-            style = {"color": "black" if system == DENSE else colormaps["tab10"](number), "label": system}
+            style = {"color": INK if system == DENSE else colormaps["tab10"](number), "label": system}
             for axes, of in zip(row, ("step", "seconds"), strict=True):
                 axes.plot([getattr(p, of) for p in curve], [p.metric for p in curve], ".-", linewidth=1.2, **style)
         for axes, label in zip(row, ("steps", "seconds of training"), strict=True):
@@ -68,7 +70,6 @@ def picture(points: Sequence[Point], title: str) -> Figure:
         row[0].set_ylabel(TASKS[name].metric, fontsize="small")
         row[0].set_title(name, fontsize="small", loc="left")
     figure.axes[0].legend(fontsize="x-small")
-    return figure
 
 
 def _trained(points: Sequence[Point]) -> Iterator[tuple[str, str]]:

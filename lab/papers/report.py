@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from lab.markdown import markdown
 from lab.papers.claims import Claim, Experiment, Step
+from lab.svg import FLOOR, INK
 
 _FIGURES = {"seconds": "step", "exposed": "exposed exchange", "select": "selection"}
 
@@ -101,12 +102,16 @@ def _sentence(claim: Claim, known: Sequence[Gain]) -> str:
     )
 
 
-def picture(experiment: Experiment, steps: Sequence[Step], title: str) -> Figure:
+def size(experiment: Experiment, steps: Sequence[Step]) -> tuple[float, float]:
+    """Inches that :func:`draw` needs."""
+    panels = sum(bool(claim.ranges) for claim in experiment.claims)
+    return 8, 1.2 + panels * (1.3 + 0.3 * len({(step.model, step.condition) for step in steps}))
+
+
+def draw(experiment: Experiment, steps: Sequence[Step], figure: Figure) -> None:
     """A panel for each claim: points for what was found, grey for what is claimed."""
     panels = [(claim, each) for claim, each in _by_claim(experiment, steps) if claim.ranges]
     places = list(dict.fromkeys((step.model, step.condition) for step in steps))
-    figure = Figure(figsize=(8, 1.2 + len(panels) * (1.3 + 0.3 * len(places))), layout="constrained")
-    figure.suptitle(title, fontsize="medium")
     for axes, (claim, known) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         for height, place in enumerate(places):
             claimed = claim.range(*place)
@@ -114,20 +119,19 @@ def picture(experiment: Experiment, steps: Sequence[Step], title: str) -> Figure
                 low, high = claimed
                 width = max(high - low, 1.0)
                 label = "claimed" if height == 0 else None
-                axes.barh(height, width, left=low, height=0.7, color="#d5d5d5", label=label)
+                axes.barh(height, width, left=low, height=0.7, color=FLOOR, label=label)
         for number, pair in enumerate(claim.pairs):
             points = [(gain.percent, places.index((gain.model, gain.condition))) for gain in known if gain.pair == pair]
             if points:
                 across, heights = zip(*points, strict=True)
                 color = colormaps["tab10"](number)
                 axes.plot(across, heights, "o", color=color, alpha=0.8, label=_head(claim, pair))
-        axes.axvline(0, color="black", linewidth=0.8)
+        axes.axvline(0, color=INK, linewidth=0.8)
         axes.set_yticks(range(len(places)), [", ".join(place) for place in places], fontsize="small")
         axes.set_ylim(len(places) - 0.5, -0.5)
         axes.set_xlabel(f"{_FIGURES[claim.figure]}, per cent above", fontsize="small")
         axes.grid(axis="x", alpha=0.3)
         axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
-    return figure
 
 
 def _head(claim: Claim, pair: tuple[str, str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lab.__main__ import main
 from lab.simulator import Comparison, report, swapped
 
 
@@ -26,14 +25,3 @@ def test_an_error_beyond_the_limit_is_no_success(capsys: pytest.CaptureFixture[s
     assert not report(rows(a=(1.0, 1.2)))
     assert report(rows(a=(1.0, 0.86)))
     assert "| a | 1000.0 | 860.0 | -14 % |" in capsys.readouterr().out
-
-
-def test_the_breakdown_stands_beside_its_claim(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["experiments", "--only", "breakdown", "--nodes", "2", "--bandwidth", "10gbit", "--jitter", "0"])
-    shown = capsys.readouterr().out
-    assert "Claimed: NOCT of WFBP 132 to 160 % above SAFusion's" in shown
-    lines = [line for line in shown.splitlines() if line.startswith("| resnet-152") or line.startswith("| bert-large")]
-    assert len(lines) == 2 * 6
-    assert all(line.count("|") == 7 for line in lines)
-    with pytest.raises(SystemExit, match="Did you mean 'ablation'"):
-        main(["experiments", "--only", "ablations"])

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from examples.workloads.make_tiny_data import FOLDER
 from lab.__main__ import main
@@ -17,7 +18,7 @@ from lab.papers.claims import DENSE, EXPERIMENTS, HERE, PAPERS, RIVALS, Claim, S
 from lab.papers.convergence import SYSTEMS, TASKS, Point
 from lab.papers.figures import write
 from lab.papers.measured import WORKLOADS, measure, row_of
-from lab.papers.report import gains, picture, sentences, table
+from lab.papers.report import draw, gains, sentences, table
 from lightning_safusion.tools.bench.rows import parse_row
 from lightning_safusion.tools.plan.traces import TRACE_NAMES
 from tests.documents.pages import ROOT
@@ -95,7 +96,9 @@ def test_what_was_not_measured_decides_nothing() -> None:
     assert found[0].startswith("Not decided: the exposed exchange of `wfbp`")
     assert math.isnan(gains(EXPERIMENTS[4], nothing_exposed)[0].percent)
     assert "nan" not in table(EXPERIMENTS[4], nothing_exposed)
-    assert picture(EXPERIMENTS[4], nothing_exposed, "").axes
+    figure = Figure()
+    draw(EXPERIMENTS[4], nothing_exposed, figure)
+    assert figure.axes
 
 
 def test_a_tiny_experiment_leaves_table_picture_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +146,9 @@ def test_accuracy_is_compared_with_dense_and_on_images_with_rivals() -> None:
     assert ["holds in part" in line for line in found[:4]] == [True, True, False, False]
     found = curves.sentences(points(losses | {PAPERS: 0.03}))
     assert ["does not hold" in line for line in found[:4]] == [False, False, True, True]
-    assert len(curves.picture(points(losses), "").axes) == 2 * len(TASKS)
+    figure = Figure()
+    curves.draw(points(losses), figure)
+    assert len(figure.axes) == 2 * len(TASKS)
     assert "| lstm_wikitext2 | safusion-paper | 1.010 |" in curves.table(points(losses))
 
 
