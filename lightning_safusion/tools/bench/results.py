@@ -14,7 +14,7 @@ import torch
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.systems import DEFAULT, EngineSystem, resolve_system
-from lightning_safusion.tools.bench.rows import FLOOR, IN_STEP
+from lightning_safusion.tools.bench.rows import FLOOR, IN_STEP, row_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -129,7 +129,7 @@ def _row(
     }
     own = (engine["select_s"] or 0.0) + (engine["decode_s"] or 0.0)
     left = flat[-1].figures
-    has_engine = isinstance(resolve_system(left.get("system", DEFAULT)), EngineSystem)
+    has_engine = isinstance(resolve_system(row_of(left.get("system", DEFAULT))), EngineSystem)
     wire = [turned.wire_bytes for turned in flat if turned.wire_bytes is not None]
     return SystemFigures(
         system=system,

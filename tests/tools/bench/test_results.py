@@ -53,8 +53,9 @@ def test_only_a_system_with_an_engine_can_have_left_it_to_ddp() -> None:
     def row(system: str) -> Turned:
         return Turned([9.0, 2.0], figures=dict.fromkeys(REPORT) | {"system": system, "plain_ddp": "a reason"})
 
-    rows = summarize({name: [[row(name)]] for name in ("ddp", "ddp-bf16", "saf-pooled")})
-    assert [each.by_ddp for each in rows] == [False, False, True]
+    names = ("ddp", "ddp-bf16", "saf-pooled", "hsdp-bf16", "saf-hsdp")  # the last two of a user's sharded model
+    rows = summarize({name: [[row(name)]] for name in names})
+    assert [each.by_ddp for each in rows] == [False, False, True, False, True]
 
 
 def test_what_takes_no_longer_than_the_floor_has_nothing_exposed() -> None:
