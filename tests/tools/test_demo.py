@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import socket
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def test_the_conclusion_says_how_much_faster_and_what_is_noise() -> None:
     said = " ".join(Comparison([dense, ours], 450).conclusions())
     assert "a step takes 750 ms, with ddp 6000 ms: 8.0 times as fast" in said
     assert "Until 86.0%: 16.0 times as fast" in said  # after one epoch in place of two
-    assert "1/2 of the bytes" in said
+    assert "54.4% of the bytes of ddp, over all steps 54.4%" in said
     assert "differs by -1.0 points, which is noise" in said
     assert "Faster still" not in said
     lost = history("saf-pooled", 5.0, 80.0, [0.1, 0.2])
@@ -74,6 +75,13 @@ def test_the_conclusion_says_how_much_faster_and_what_is_noise() -> None:
     assert "Until 86.0%: never" in worse
     assert "more than noise" in worse
     assert "Faster still: ddp, 24.0 s" in worse
+
+
+def test_a_kernel_that_does_not_say_what_it_sent_costs_the_figures_alone() -> None:
+    unsaid = [History(name, name, [Step(2.0, 0.5, 0, 0.0)] * 2, [0.9]) for name in ("ddp", "saf-pooled")]
+    comparison = Comparison(unsaid, 450)
+    assert "bytes" not in " ".join(comparison.conclusions())
+    assert list(comparison.table("").columns[2].cells) == ["unknown", "unknown"]
 
 
 def test_bytes_of_connections_are_counted() -> None:
@@ -85,10 +93,22 @@ def test_bytes_of_connections_are_counted() -> None:
             assert sent_bytes() - before == 12345
 
 
+def test_connections_that_close_meanwhile_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed, links = os.listdir, os.readlink
+    monkeypatch.setattr(os, "listdir", lambda path: [*listed(path), "987654"])
+    monkeypatch.setattr(os, "readlink", lambda path: "socket:[1]" if path.endswith("987654") else links(path))
+    assert sent_bytes() >= 0
+
+
 @pytest.mark.slow
 def test_the_kernel_paces_connections() -> None:
     assert paced_rate(2e6) < 1.5 * 2e6  # unpaced, it is a thousand times as much
     assert paced_rate(1e9) > 2e7
+
+
+def test_more_workers_than_batches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="workers is 60: there are not 24 images for each, give fewer"):
+        compare(Settings(systems=("ddp",), workers=60), tmp_path, Console(file=io.StringIO()))
 
 
 @pytest.mark.slow

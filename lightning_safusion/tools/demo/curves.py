@@ -29,7 +29,7 @@ class Step:
     Args:
         loss: Of its batch.
         seconds: From its batch to the end of the optimizer.
-        bytes_sent: By its connections.
+        bytes_sent: By its connections; 0 where the kernel does not say.
         missing: Share of the gradient tensors of which nothing was sent.
     """
 
@@ -124,7 +124,7 @@ class Comparison:
             table.add_row(
                 RowName(history.title),
                 f"{history.usual('seconds') * 1e3:.1f}",
-                f"{history.usual('bytes_sent') / 1e3:,.1f}",
+                f"{sent / 1e3:,.1f}" if (sent := history.usual("bytes_sent")) else "unknown",
                 f"{history.missing:.1%}",
                 f"{history.total('seconds'):.1f}",
                 "never" if until is None else f"{until:.1f}",
@@ -137,18 +137,17 @@ class Comparison:
         ours, base = next((each for each in self.histories if each.system == DEFAULT), None), self.baseline
         if ours is None or ours is base:
             return []
-        step, whole, first = (
-            _speed(base.usual("seconds"), ours.usual("seconds")),
-            _speed(base.total("seconds"), ours.total("seconds")),
-            _speed(base.seconds_to(self.target), ours.seconds_to(self.target)),
-        )
+        step = _speed(base.usual("seconds"), ours.usual("seconds"))
+        whole = _speed(base.total("seconds"), ours.total("seconds"))
         said = [
             f"With {ours.title} a step takes {ours.usual('seconds') * 1e3:.0f} ms, with {base.title} "
             f"{base.usual('seconds') * 1e3:.0f} ms: {step}. All steps, of which the first ones send more: {whole}. "
-            f"Until {self.target:.1%}: {first}.",
-            f"It sends 1/{base.usual('bytes_sent') / ours.usual('bytes_sent'):.0f} of the bytes of {base.title}, over "
-            f"all steps 1/{base.total('bytes_sent') / ours.total('bytes_sent'):.0f}.",
+            f"Until {self.target:.1%}: {_speed(base.seconds_to(self.target), ours.seconds_to(self.target))}."
         ]
+        if base.usual("bytes_sent"):
+            sent = ours.usual("bytes_sent") / base.usual("bytes_sent")
+            all_sent = ours.total("bytes_sent") / base.total("bytes_sent")
+            said.append(f"It sends {sent:.1%} of the bytes of {base.title}, over all steps {all_sent:.1%}.")
         fastest = min(self.histories, key=lambda each: each.total("seconds"))
         if fastest.total("seconds") < _SHORTER * ours.total("seconds"):
             said.append(f"Faster still: {fastest.title}, {fastest.total('seconds'):.1f} s for all steps.")

@@ -16,7 +16,7 @@ from typing_extensions import override
 _SO_MAX_PACING_RATE = 47  # of Linux's <asm-generic/socket.h>; socket(7)
 _BYTES_SENT = 200  # where struct tcp_info has tcpi_bytes_sent, of 8 bytes (Linux 4.19)
 _PROBED_SECONDS = 0.3
-_CHUNK = 1 << 16
+_CHUNK, _MOST = 1 << 16, 1 << 26  # bytes that are received at once, and that are sent at most
 _UNPACED = 10  # segments that a connection begins with (tcp_update_skb_after_send of net/ipv4/tcp_output.c)
 
 
@@ -51,7 +51,7 @@ class Paced(Callback):
 
 
 def sent_bytes() -> int:
-    """What all connections of this process have sent so far, headers not counted."""
+    """What all connections of this process have sent so far, headers not counted; 0 where the kernel does not say."""
     infos = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8) for each in _connections()]
     return sum(int.from_bytes(info[_BYTES_SENT:], sys.byteorder) for info in infos)
 
@@ -65,13 +65,14 @@ def _connections() -> Iterator[socket.socket]:
     """A copy of each TCP socket that this process has open, closed when the next one is asked for."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
-            link = os.readlink(f"/proc/self/fd/{descriptor}")
-        except FileNotFoundError:  # that of the listing
+            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                continue
+            each = socket.socket(fileno=os.dup(int(descriptor)))
+        except OSError:  # closed by now, as that of the listing is
             continue
-        if link.startswith("socket:"):
-            with socket.socket(fileno=os.dup(int(descriptor))) as each:
-                if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
-                    yield each
+        with each:
+            if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
+                yield each
 
 
 def paced_rate(rate: float) -> float:
@@ -89,7 +90,7 @@ def paced_rate(rate: float) -> float:
         for _ in range(_UNPACED):
             sender.sendall(b"0")
             receiver.recv(1)
-        total = max(_CHUNK, round(rate * _PROBED_SECONDS))
+        total = min(max(_CHUNK, round(rate * _PROBED_SECONDS)), _MOST)
         thread = Thread(target=sender.sendall, args=(bytes(total),), daemon=True)
         begin = perf_counter()
         thread.start()

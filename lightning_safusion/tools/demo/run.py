@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -129,11 +129,15 @@ def run_demo(
 
 def compare(settings: Settings, output: Path, console: Console) -> list[History]:
     """As :func:`run_demo`, on a console of the caller's choice."""
+    steps = settings.epochs * len(settings.loaders(rank=0)[0])
+    if not steps:
+        raise ValueError(
+            f"workers is {settings.workers}: there are not {settings.batch_size} images for each, give fewer"
+        )
     output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # no threads before the workers are forked
     settings, said = _with_link(settings)
     console.print(said)
-    steps = settings.epochs * len(settings.loaders(rank=0)[0])
     histories = [History(system, SYSTEMS.get(system, system)) for system in settings.systems]
     with _progress(console) as progress:
         for history in histories:
@@ -169,7 +173,6 @@ def _with_link(settings: Settings) -> tuple[Settings, str]:
 
 
 def _train(settings: Settings, history: History, steps: int, folder: Path, progress: Progress) -> None:
-    """Trains a row on workers of its own."""
     folder.mkdir(exist_ok=True)
     bar = progress.add_task(escape(history.title), total=steps, figures="")
     work = partial(_work, settings, history.system, steps, folder)
@@ -193,7 +196,6 @@ def _progress(console: Console) -> Progress:
 
 
 def _work(settings: Settings, system: str, steps: int, folder: Path, rank: int, pipe: Connection) -> None:
-    """Trains one row, as one of the workers."""
     seed_everything(settings.seed, workers=True, verbose=False)
     profiler = OverlapProfiler(dirpath=folder, progress_bar=False, table=False)
     callbacks: list[Callback] = [
@@ -228,9 +230,8 @@ class _Reporter(Callback):
     ) -> None:
         seconds = time.perf_counter() - self._begin
         if trainer.is_global_zero:
-            strategy: Any = trainer.strategy
-            figures = strategy.figures() if strategy.engine is not None else {"tensors_missing": 0, "tensors": 1}
-            missing = figures["tensors_missing"] / figures["tensors"]
+            figures = cast(SAFusionStrategy, trainer.strategy).figures()
+            missing = (figures["tensors_missing"] or 0) / (figures["tensors"] or 1)  # None with plain DDP
             self._pipe.send(Step(float(outputs["loss"]), seconds, sent_bytes() - self._sent, missing))
 
     @override
