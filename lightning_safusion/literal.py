@@ -18,5 +18,5 @@ def literal(text: object, style: str = "") -> Text:
 
 
 def plural(count: int, noun: str) -> str:
-    """``"1 buffer"``, ``"2 buffers"``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """``"1 buffer"``, ``"2,000 buffers"``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

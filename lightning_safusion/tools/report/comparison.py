@@ -118,10 +118,9 @@ def _result(result: str, first: Curve, other: Curve, a: str, b: str) -> str:
 def _bytes(first: Logged, other: Logged, a: str, b: str) -> str:
     mine, theirs = first.mean(SENT), other.mean(SENT)
     if mine is not None and theirs is not None:
-        less, name = (theirs / mine, a) if mine <= theirs else (mine / theirs, b)
         return (
-            f"A worker sent {mine:.3g} MB in a step of {a}, {theirs:.3g} MB in one of {b} (means of the logged steps): "
-            f"{less:.3g} times fewer bytes in {name}."
+            f"A worker sent {mine:.3g} MB in a step of {a}, {theirs:.3g} MB in one of {b} (means of the logged steps)"
+            f"{_fewer(mine, theirs, a, b, 'fewer bytes')}."
         )
     if mine is None and theirs is None:
         return f"What was sent is unknown: neither file has {SENT}, which SAFusionStrategy logs."
@@ -150,8 +149,14 @@ def _steps(first: Logged, other: Logged, a: str, b: str) -> str:
         silent = " and ".join(name for name, step in steps if step is None)
         known = [f"; it took {_ms(step)} in {name}" for name, step in steps if step is not None]
         return f"How long a step took is unknown in {silent}{''.join(known)}."
-    shorter, name = (theirs / mine, a) if mine <= theirs else (mine / theirs, b)
-    return f"A step took {_ms(mine)} in {a}, {_ms(theirs)} in {b} (medians): {shorter:.3g} times shorter in {name}."
+    ratio = _fewer(mine, theirs, a, b, "shorter")
+    return f"A step took {_ms(mine)} in {a}, {_ms(theirs)} in {b} (medians){ratio}."
+
+
+def _fewer(mine: float, theirs: float, a: str, b: str, what: str) -> str:
+    """How many times, and in which run; nothing where there is no difference to speak of, or no ratio."""
+    low, high = sorted((mine, theirs))
+    return f": {high / low:.3g} times {what} in {a if mine < theirs else b}" if high > 1.005 * low > 0 else ""
 
 
 def _ms(seconds: float) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import nan
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -80,22 +82,20 @@ class Logged:
 
     def typical(self, name: str) -> float | None:
         """The median of a column; None if nothing finite was logged."""
-        values = self._finite(name)
-        return float(np.median(values)) if len(values) else None
+        return self._finite(name, np.median)
 
     def mean(self, name: str) -> float | None:
         """The mean of a column; None if nothing finite was logged."""
-        values = self._finite(name)
-        return float(values.mean()) if len(values) else None
+        return self._finite(name, np.mean)
 
     def latest(self, name: str) -> float | None:
         """The last finite value of a column; None if there is none."""
-        values = self._finite(name)
-        return float(values[-1]) if len(values) else None
+        return self._finite(name, itemgetter(-1))
 
-    def _finite(self, name: str) -> np.ndarray:
+    def _finite(self, name: str, figure: Callable[[np.ndarray], Any]) -> float | None:
         values = self.curves[name].values if name in self.curves else np.zeros(0)
-        return values[np.isfinite(values)]
+        finite = values[np.isfinite(values)]
+        return float(figure(finite)) if len(finite) else None
 
     @property
     def handed_over(self) -> int | None:

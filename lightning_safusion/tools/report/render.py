@@ -7,9 +7,11 @@ from base64 import b64encode
 from collections.abc import Callable
 from io import StringIO
 from math import isnan
+from shlex import quote
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning_safusion.__about__ import __version__
+from lightning_safusion.literal import plural
 from lightning_safusion.lookup import need
 
 if TYPE_CHECKING:
@@ -27,11 +29,6 @@ def milliseconds(seconds: float | None, digits: int = 1) -> str:
 def share(value: float | None, digits: int = 1, sign: str = "") -> str:
     """A share in percent, with its sign if ``sign`` is ``"+"``; a dash if it is not known."""
     return f"{value:{sign}.{digits}%}" if is_known(value) else "–"
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things, in the plural unless it is 1."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def is_known(value: float | None) -> TypeGuard[float]:
@@ -67,6 +64,6 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {each.__name__: each for each in (milliseconds, share, counted)}
+    environment.filters |= {each.__name__: each for each in (milliseconds, share, plural, quote)}
     environment.tests["known"] = is_known
     return environment.get_template(template).render(**values, picture=picture, version=__version__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from math import nan
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import pytest
@@ -61,8 +62,15 @@ def test_two_runs_differ_in_words(tmp_path: Path) -> None:
 def test_two_sparse_runs_are_compared_with_each_other(tmp_path: Path) -> None:
     text = words(sparse(tmp_path / "a", loss=0.4), sparse(tmp_path / "b"))
     assert re.search(r"loss ended 20 % lower in a", text)
-    assert "times fewer bytes in a" in text
+    assert "(means of the logged steps).\n" in text  # the same bytes: neither has fewer
     assert "unknown" not in text
+
+
+def test_a_run_that_sent_nothing_has_no_ratio(tmp_path: Path) -> None:
+    none = write_csv(tmp_path / "none", [(step, {"loss": 1.0, "safusion/sent_mb": 0.0}) for step in range(9)])
+    assert "A worker sent 0 MB in a step of none, 0.436 MB in one of saf (means of" in words(
+        none, sparse(tmp_path / "saf")
+    )
 
 
 def test_a_difference_within_the_scatter_is_none(tmp_path: Path) -> None:
@@ -128,6 +136,7 @@ def test_the_page_is_whole_and_draws_over_steps_and_time(tmp_path: Path) -> None
     document = Document(page)
     assert_well_formed(document)
     assert NASTY.replace("/", "-") in document.text
+    assert f"safusion report {quote(str(folder / 'metrics.csv'))} " in document.text
     assert not document.elements("b")
     assert not document.elements("script")
     assert all(" ".join(text.split()) in document.text for text in said)
