@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_safusion.literal import plural
+from lightning_safusion.lookup import need
 from lightning_safusion.profiling.timeline import BufferTimeline, Interval, StepTimeline
 
 if TYPE_CHECKING:
@@ -45,10 +47,9 @@ def new_axes(height: float, width: float = _WIDTH) -> Axes:
     Raises:
         ModuleNotFoundError: If matplotlib is missing; names the extra that brings it.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('pictures need matplotlib: pip install "lightning-safusion[plot]"') from error
+    need("matplotlib", what="a picture")
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
@@ -75,9 +76,8 @@ def plot_step(step: StepTimeline, ax: Axes | None = None) -> Figure | SubFigure:
     ax.set_xlim(0.0, max(1e-6, (step.end - begin) * 1e3))
     _draw_bars(ax, step, begin)
     if len(step.buffers) <= _LABELLED_ROWS:
-        tensors = [f"{len(b.tensors)} tensor{'s' if len(b.tensors) > 1 else ''}" for b in step.buffers]
-        sent = [f"{b.events.bytes_sent / 1e3:,.1f} kB" for b in step.buffers]
-        labels = ["training", *map(", ".join, zip(tensors, sent, strict=True))]
+        each = [f"{plural(len(b.tensors), 'tensor')}, {b.events.bytes_sent / 1e3:,.1f} kB" for b in step.buffers]
+        labels = ["training", *each]
         ax.set_yticks(range(len(labels)), labels, fontsize="small")
     else:
         ax.set_ylabel("buffers in launch order")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from io import BytesIO
 
 import pytest
@@ -84,7 +83,7 @@ def test_it_draws_into_given_axes() -> None:
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for draw in (lambda: plot_step(cpu_step()), lambda: pictures.plot_rates(["a"], [1], [(0.0,)])):
         with pytest.raises(ModuleNotFoundError, match=r"lightning-safusion\[plot\]"):
             draw()

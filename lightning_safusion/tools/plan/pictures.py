@@ -7,14 +7,14 @@ from math import isclose
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from lightning_safusion.profiling.pictures import new_axes
 from lightning_safusion.tools.plan.comparison import PlanRow
 from lightning_safusion.tools.plan.models import WHOLE
 from lightning_safusion.tools.plan.rows import simulated_row
 from lightning_safusion.tools.tables import RowName
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 #: Of each sweep: the field of the records, and its heading.
 AXES = {
@@ -23,17 +23,18 @@ AXES = {
     "nodes": ("workers", "workers"),
 }
 _ALONE, _EXPOSED = "#4878b0", "#d03a2b"
+_WIDTH = 9  # inches
 _LABEL = 44  # characters of a line beside a bar
 _ALIKE = 0.01  # lines that nowhere differ by more are one
 _MARKERS = "osv"
 
 
-def plot_table(rows: Sequence[PlanRow], dense: str = WHOLE.dense) -> Figure:
+def plot_table(rows: Sequence[PlanRow], dense: str = WHOLE.dense) -> Figure | SubFigure:
     """Bars of all systems of one cluster, fastest on top: the trace alone, and the exposed time; ``dense``: what they
     are compared with, in bf16."""
     ordered = sorted(rows, key=lambda row: -row.iteration_s)
     names = ["\n".join(RowName(row.system).lines(_LABEL)) for row in ordered]
-    figure, ax = _new_figure(1.2 + 0.26 * sum(name.count("\n") + 1 for name in names))
+    ax = new_axes(1.2 + 0.26 * sum(name.count("\n") + 1 for name in names), _WIDTH)
     alone = [(row.iteration_s - row.exposed_s) * 1e3 for row in ordered]
     ax.barh(names, alone, color=_ALONE, label="forward, backward, optimizer")
     ax.barh(names, [row.exposed_s * 1e3 for row in ordered], left=alone, color=_EXPOSED, label="exposed")
@@ -42,17 +43,17 @@ def plot_table(rows: Sequence[PlanRow], dense: str = WHOLE.dense) -> Figure:
     ax.margins(x=0.1)
     ax.set_xlabel(f"ms per iteration (and speed-up over {dense} in bf16)")
     ax.legend(loc="upper right")
-    return figure
+    return ax.figure
 
 
-def plot_sweep(records: Sequence[Mapping[str, Any]], over: str) -> Figure:
+def plot_sweep(records: Sequence[Mapping[str, Any]], over: str) -> Figure | SubFigure:
     """Milliseconds per iteration over ``"bandwidth"``, ``"density"`` or ``"nodes"``: a line for each system, or for
     several that lie on each other; dense systems dashed, and those whose work on the device is an order of magnitude
     marked. A line may rise with the bandwidth: ``omgs`` fuses less where messages are cheap, and the device selects and
     decodes each of them."""
     from matplotlib.ticker import LogLocator
 
-    figure, ax = _new_figure(7)
+    ax = new_axes(7, _WIDTH)
     field, heading = AXES[over]
     lines: list[tuple[bool, dict[float, float], list[str]]] = []
     for name in dict.fromkeys(record["system"] for record in records):
@@ -78,12 +79,5 @@ def plot_sweep(records: Sequence[Mapping[str, Any]], over: str) -> Figure:
     ax.yaxis.set_major_formatter("{x:g}")
     ax.set_xlabel(heading)
     ax.set_ylabel("ms per iteration (~: the device's work as an order of magnitude)")
-    figure.legend(loc="outside lower center", fontsize="x-small", ncols=3)
-    return figure
-
-
-def _new_figure(height: float) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, height), layout="constrained")
-    return figure, figure.add_subplot()
+    ax.figure.legend(loc="outside lower center", fontsize="x-small", ncols=3)
+    return ax.figure

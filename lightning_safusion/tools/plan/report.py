@@ -17,7 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lightning_safusion.literal import literal
-from lightning_safusion.lookup import check_name, need
+from lightning_safusion.lookup import check_name
 from lightning_safusion.notation import split
 from lightning_safusion.profiling.trace import Trace
 from lightning_safusion.tools.accuracy import default_density
@@ -149,7 +149,6 @@ class _Answer:
 def _simulated(
     job: Job, names: Sequence[str], over: Mapping[str, Sequence[str]], optimizer: str, calibrated: bool
 ) -> _Answer:
-    """Runs all rows, and says on a terminal how far it is."""
     models, console = models_of(job), Console(stderr=True)
     points = 1 + (prod(map(len, over.values())) if over else 0)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -201,18 +200,15 @@ def _write(answer: _Answer, models: Models, folder: Path, console: Console) -> N
     if answer.sweep:
         _write_records(answer.sweep, folder / "sweep")
     try:
-        need("matplotlib", what="a picture")
+        plot_table(answer.systems, models.dense).figure.savefig(folder / "plan.png", dpi=120)
+        if len(answer.swept) == 1:
+            plot_sweep(answer.sweep, *answer.swept).figure.savefig(folder / "sweep.png", dpi=120)
     except ModuleNotFoundError as error:
         console.print(literal(f"no pictures: {error}"))
-    else:
-        plot_table(answer.systems, models.dense).savefig(folder / "plan.png", dpi=120)
-        if len(answer.swept) == 1:
-            plot_sweep(answer.sweep, *answer.swept).savefig(folder / "sweep.png", dpi=120)
     console.print(literal(f"written to {folder}"))
 
 
 def _names(systems: str | list[str] | None, models: Models) -> list[str]:
-    """The rows that are meant; refuses wrong ones before any work."""
     names = split(systems) if isinstance(systems, str) else list(models.compared if systems is None else systems)
     for name in names:
         models.row(name)
@@ -269,7 +265,6 @@ def _title(job: Job, trace: Trace, hardware: str) -> str:
 
 
 def _plan_table(rows: Sequence[PlanRow], models: Models, title: str) -> Table:
-    """All systems, fastest first."""
     caption = (
         "device: ms that selecting, packing and decoding take of a worker, ~ as an order of magnitude; MB that a "
         "worker and a node receive; collectives started; over bf16: times as fast as "
@@ -290,7 +285,6 @@ def _plan_table(rows: Sequence[PlanRow], models: Models, title: str) -> Table:
 
 
 def _sweep_table(records: Sequence[dict[str, Any]], names: Sequence[str], models: Models) -> Table:
-    """The recommended system of every combination."""
     points: dict[tuple[float, ...], list[dict[str, Any]]] = {}
     for record in records:
         points.setdefault(tuple(record[AXES[name][0]] for name in names), []).append(record)
