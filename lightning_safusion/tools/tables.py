@@ -55,7 +55,7 @@ class RowName:
 
 
 class FigureTable(Table):
-    """A table without frames. Where the terminal is too narrow, its last columns of figures are left out."""
+    """A table without frames. Where the terminal is too narrow, its last columns of figures are left out, and named."""
 
     def __init__(self, title: str | Text, caption: str = "") -> None:
         super().__init__(
@@ -74,6 +74,9 @@ class FigureTable(Table):
         shown.columns = list(self.columns)
         while shown.columns[-1].no_wrap and shown.__rich_measure__(console, unbounded).minimum > options.max_width:
             shown.columns.pop()
+        if left := self.columns[len(shown.columns) :]:
+            names = ", ".join(str(each.header).replace("\n", " ") for each in left)
+            shown.caption = f"{self.caption or ''} No room for: {names}.".strip()
         yield from Table.__rich_console__(shown, console, options)
 
 
@@ -94,5 +97,5 @@ def print_systems() -> None:
     for row in SYSTEMS.values():
         table.add_row(f"[bold]{row.name}[/bold]", row.summary, row.source)
     for name, entry in REGISTRY.offered().items():  # a system that nobody trains with need not be importable
-        table.add_row(f"[bold]{name}[/bold]", "of an installed package", literal(origin_of(entry)))
+        table.add_row(literal(name, "bold"), "of an installed package", literal(origin_of(entry)))
     Console().print(table)

@@ -44,3 +44,6 @@ def test_a_narrow_table_keeps_the_names_of_rows_and_leaves_out_figures(width: in
     assert LONG in shown
     assert "…" not in printed
     assert [printed.count(figure) for figure in ("1234.5", "678.9")] == [3 * (figures > 0), 3 * (figures > 1)]
+    left = {0: "No room for: ms, exposed.", 1: "No room for: exposed.", 2: ""}[figures]
+    assert left in " ".join(printed.split())
+    assert ("No room" in printed) == bool(left)
