@@ -14,7 +14,6 @@ from argparse import SUPPRESS, Action
 from argparse import ArgumentParser as PlainParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from inspect import Parameter, signature
 from typing import Any, get_args, get_type_hints
 
@@ -81,7 +80,9 @@ def main(args: Sequence[str] | None = None) -> None:
     about = "Find out whether compressed gradients help your training, and watch them."
     if args is None:  # nobody else imports the package in this process
         _hold_back()
-    run("safusion", about, COMMANDS, sys.argv[1:] if args is None else args, version("lightning-safusion"))
+    from lightning_safusion.__about__ import __version__
+
+    run("safusion", about, COMMANDS, sys.argv[1:] if args is None else args, __version__)
 
 
 def run(

@@ -27,7 +27,7 @@ class Registry(Generic[_T]):
     ) -> None:
         self.kind, self.base, self.own, self.instead = kind, base, own, instead
         self.group = f"lightning_safusion.{group}"
-        self._loaded: dict[str, Any] = {}  # of other packages
+        self._entries: dict[str, EntryPoint] = {}  # that were asked for: to find one takes milliseconds
 
     def offered(self) -> dict[str, EntryPoint]:
         """What installed packages add, by name; nothing of them is imported."""
@@ -53,26 +53,27 @@ class Registry(Generic[_T]):
             raise TypeError(f"{self.kind} must be a name or {self.instead}, got {of}")
         if isinstance(spec, str) and spec in self.own:
             return self._made(self.own[spec])
-        check_name(self.kind, spec, self.names(), self.instead and f"pass {self.instead}")
-        return self._of_package(str(spec))
+        name = str(spec)
+        if name not in self._entries:
+            check_name(self.kind, spec, self.names(), self.instead and f"pass {self.instead}")
+            entries = [entry for entry in entry_points(group=self.group) if entry.name == name]
+            if len(entries) > 1:
+                origin = " and ".join(map(origin_of, entries))
+                raise ValueError(f"{self.kind} {name!r} is offered twice, by {origin}: uninstall one of these packages")
+            self._entries[name] = entries[0]
+        return self._of_package(self._entries[name])
 
-    def _of_package(self, name: str) -> _T:
-        entries = [entry for entry in entry_points(group=self.group) if entry.name == name]
-        origin = " and ".join(map(origin_of, entries))
-        if len(entries) > 1:
-            raise ValueError(f"{self.kind} {name!r} is offered twice, by {origin}: uninstall one of these packages")
+    def _of_package(self, entry: EntryPoint) -> _T:
+        which = f"{self.kind} {entry.name!r} of {origin_of(entry)}"
         try:
-            if name not in self._loaded:
-                self._loaded[name] = entries[0].load()
-            part = self._made(self._loaded[name])
+            part = self._made(entry.load())
         except Exception as error:  # whatever another package raises
             raise RuntimeError(
-                f"{self.kind} {name!r} of {origin} cannot be loaded: {type(error).__name__}: {error}. Mend or "
-                "uninstall that package, or choose another name."
+                f"{which} cannot be loaded: {type(error).__name__}: {error}. Mend or uninstall that package, or choose "
+                "another name."
             ) from error
         if not isinstance(part, self.base):
-            needed = getattr(self.base, "__name__", self.base)
-            raise TypeError(f"{self.kind} {name!r} of {origin} is {part!r}, which is no {needed}")
+            raise TypeError(f"{which} is {part!r}, which is no {getattr(self.base, '__name__', self.base)}")
         return part
 
     def _made(self, found: Any) -> _T:
