@@ -142,7 +142,7 @@ def train(tiny: bool, bandwidth: Sequence[str], config: Sequence[str], logs: Pat
         tiny: In the tiny configurations, on two workers of this machine; else on the workers of the launcher.
         bandwidth: Of the links with ``tiny``; one.
         config: Laid over the configuration of each task.
-        logs: Folder of the trainings' points, by the link; all workers must see it.
+        logs: Folder of the trainings' points, by the link and the names of ``config``; all workers must see it.
 
     Returns:
         All points, and where they were trained; None on all workers but the first.
@@ -155,8 +155,9 @@ def train(tiny: bool, bandwidth: Sequence[str], config: Sequence[str], logs: Pat
     console = Console()
     rate = usable_rates(bandwidth or (RATE,), console)[0] if tiny else None
     where = "this network" if not tiny else f"links of {rate}" if rate else "the loopback"
-    (logs / where).mkdir(exist_ok=True)
-    paths = {(task, system): logs / where / f"{task} {system}.csv" for task in TASKS for system in SYSTEMS}
+    folder = logs / ", ".join([where, *(Path(each).stem for each in config)])
+    folder.mkdir(exist_ok=True)
+    paths = {(task, system): folder / f"{task} {system}.csv" for task in TASKS for system in SYSTEMS}
     for (task, system), path in paths.items():
         if path.exists():
             continue

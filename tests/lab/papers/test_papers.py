@@ -152,10 +152,14 @@ def test_accuracy_is_compared_with_dense_and_on_images_with_rivals() -> None:
     assert "| lstm_wikitext2 | safusion-paper | 1.010 |" in curves.table(points(losses))
 
 
-def test_what_has_been_trained_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("options", "beside"), [([], ""), (["--config", "a/quick.yaml"], ", quick")])
+def test_what_has_been_trained_is_not_trained_again(
+    options: list[str], beside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / FOLDER).mkdir(parents=True)
-    logs = [tmp_path / "out" / "experiment-1-tiny" / where for where in ("links of 100mbit", "the loopback")]
+    out = tmp_path / "out" / "experiment-1-tiny"
+    logs = [out / f"{where}{beside}" for where in ("links of 100mbit", "the loopback")]
     known = points(dict.fromkeys(SYSTEMS, 0.015) | {"dense": 0.0})
     for task in TASKS:
         for system in SYSTEMS:
@@ -163,7 +167,7 @@ def test_what_has_been_trained_is_not_trained_again(tmp_path: Path, monkeypatch:
             for folder in logs:
                 folder.mkdir(parents=True, exist_ok=True)
                 write(folder / f"{task} {system}.csv", own)
-    main(["papers", "--experiment", "1", "--tiny", "--output", "out"])
+    main(["papers", "--experiment", "1", "--tiny", "--output", "out", *options])
     text = (tmp_path / "out" / "experiment-1-tiny.md").read_text()
     assert text.count("the claim holds in part") == 2  # images: level with the rivals
     assert (tmp_path / "out" / "experiment-1-tiny.svg").stat().st_size > 10_000
