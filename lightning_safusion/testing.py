@@ -262,7 +262,6 @@ def _alike(one: Selection, other: Selection) -> bool:
 
 
 def _generators() -> tuple[object, ...]:
-    """The states of the global random generators."""
     return torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state()), random.getstate()
 
 

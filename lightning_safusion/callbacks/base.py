@@ -48,7 +48,6 @@ class StrategyCallback(Callback):
         """Resets the state of an earlier fit."""
 
     def _strategy(self, trainer: Trainer) -> EngineReadings:
-        """The trainer's strategy; raises if it is another one."""
         if isinstance(trainer.strategy, self._serves):
             return trainer.strategy
         raise MisconfigurationException(

@@ -135,14 +135,12 @@ class OverlapProfiler(StrategyCallback):
         self._follow(self._strategy(trainer))
 
     def _records(self, number: int) -> bool:
-        """Whether the step with this number in the fit is recorded."""
         first = number < self._dense + self.record_steps
         return number >= self._dense and (
             first or number % self.every_n_steps >= self.every_n_steps - self.record_steps
         )
 
     def _follow(self, strategy: EngineReadings) -> None:
-        """Observes the next step, if that is recorded."""
         engine = strategy.engine
         if engine is not None and engine.dense:
             self._dense = self._count + 1

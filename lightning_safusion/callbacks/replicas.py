@@ -140,7 +140,6 @@ class ReplicaConsistencyCheck(StrategyCallback):
 
 
 def _buffers(module: LightningModule) -> list[tuple[str, Tensor]]:
-    """The buffers that DDP is not told to ignore."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return [(name, buffer) for name, buffer in module.named_buffers() if name not in ignored]
 

@@ -136,7 +136,6 @@ class TraceRecorder(StrategyCallback):
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Writes the trace of the recorded steps."""
         strategy, clock = self._strategy(trainer), self._strategy(trainer).clock
         self._release(strategy)
         steps = [times for marks in self._marked if (times := _times(marks, self._windows, clock)) is not None]
@@ -180,8 +179,6 @@ class TraceRecorder(StrategyCallback):
 
 @dataclass
 class _Marks:
-    """Moments of one batch, as marks of the clock."""
-
     begin: Mark
     layers: list[tuple[str, Mark]] = field(default_factory=list)  # modules in the order in which they are entered
     before_backward: Mark = None

@@ -356,7 +356,6 @@ class Shipment:
         return ends[1:] - ends[:-1]
 
     def _failed(self, error: Exception) -> Exception:
-        """An error of the exchange, with the buffer's tensors."""
         if isinstance(error, OutOfStepError):
             return error
         rank, step = self.buffer.exchange.transport.rank, self.backward.step

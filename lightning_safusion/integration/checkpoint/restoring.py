@@ -161,7 +161,6 @@ def _counters_problem(engine: Mapping[str, Any]) -> str | None:
 
 
 def _refuse(path: _PATH, problems: Sequence[str | None]) -> None:
-    """Raises if a rank has found a problem with the entry."""
     named = [f"on rank {rank} it {problem}" for rank, problem in enumerate(problems) if problem]
     if named:
         raise ValueError(

@@ -118,7 +118,6 @@ def on_all_ranks(
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says, with the file it names."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     return repr(error)

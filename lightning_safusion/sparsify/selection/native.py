@@ -217,7 +217,6 @@ class NativeView(SegmentedView):
         self._keep(wanted, native.survey(self._floats, self._live.parts, wanted))
 
     def _keep(self, wanted: native.Wanted, found: native.Survey) -> None:
-        """Keeps the candidates and sums that were found in the span."""
         if wanted.floors is not None and found.lists is not None:
             self._found, self._lowest = found.lists, wanted.floors
         if wanted.sums is not None and found.sums is not None and found.squares is not None:

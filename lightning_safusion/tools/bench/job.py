@@ -210,7 +210,6 @@ def _made(kind: Callable[[Sequence[str]], _CLI], options: JobOptions) -> _CLI:
 
 
 def _group_options(strategy: Any) -> dict[str, Any]:
-    """Arguments of the user's strategy that say how the process group is made."""
     given = vars(getattr(strategy, "init_args", None) or Namespace())
     return {name: given[name] for name in ("process_group_backend", "timeout") if given.get(name) is not None}
 

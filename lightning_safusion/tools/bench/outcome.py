@@ -154,7 +154,6 @@ def table_of(figures: Sequence[SystemFigures], conditions: JobConditions) -> Tab
 
 
 def _verdict(figures: Sequence[SystemFigures], turns: Rounds, recorded: Recorded | str) -> Verdict:
-    """The verdict, with what the simulator says of the row that it is about."""
     best, baseline = decide(figures, turns)
     row = best.system
     if best is baseline:  # then of the sparse row that came closest

@@ -274,7 +274,6 @@ class _Run:
         return not told["stopped"]
 
     def _keep(self, row: str, everyone: list[dict[str, Any]]) -> dict[str, Any]:
-        """On the first process: keeps what all have measured."""
         told: dict[str, Any] = {"reason": _cause(everyone), "seconds": None, "stopped": False, "hopeless": False}
         if told["reason"] is None:
             turned = [Turned(**each["turned"]) for each in everyone]
@@ -297,7 +296,6 @@ class _Run:
         return self.options.warmup if first else _SETTLING
 
     def _strategy(self, row: str) -> Any:
-        """A new strategy of a row, with the user's options of DDP, or sizes of a mesh."""
         options, sharded = self.job.ddp_options, self.job.sharded
         if row == YOURS:
             return copy.deepcopy(self.job.strategy)

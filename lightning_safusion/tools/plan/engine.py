@@ -53,8 +53,6 @@ def mean_iteration(trace: Trace, cluster: Cluster, schedule: Schedule, iteration
 
 @dataclass(eq=False)
 class _Arrival:
-    """What an exchange has brought."""
-
     at: float
     seconds: float  # of decoding it
     decoded: np.ndarray  # which workers have, bool [workers]

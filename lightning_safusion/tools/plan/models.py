@@ -63,7 +63,6 @@ def _unlike_whole(row: SimulatedRow) -> str | None:
 
 
 def _unlike_sharded(row: SimulatedRow) -> str | None:
-    """Why a row cannot exchange shards."""
     if isinstance(row.parts.system, HookSystem) and row.head not in SHARDED_ROWS:
         return "works in DDP, and FSDP2 shards this model: its own exchange is 'hsdp' in fp32, 'hsdp-bf16' in bf16"
     collective = row.parts.settings.collective

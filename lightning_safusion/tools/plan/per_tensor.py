@@ -110,7 +110,6 @@ def espresso(job: Job) -> Schedule:
 
 
 def _message(job: Job, place: int, option: Option) -> Message:
-    """The exchange of one tensor."""
     cluster = job.cluster
     if option in ("full", "half"):
         return job.dense_message([place], 4 if option == "full" else 2)

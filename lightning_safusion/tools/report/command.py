@@ -36,7 +36,6 @@ def report(runs: Sequence[Path], output: Path | None = None) -> None:
 
 
 def _read(run: Path, alone: bool) -> Logged:
-    """What a run has logged; raises ValueError if there is no such file."""
     path = find_metrics(run)
     if path is not None:
         return read_metrics(path)
