@@ -12,6 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from lightning_safusion.kernels import cpu as native
+from lightning_safusion.tools.demo import run as demo
 from lightning_safusion.tools.demo.curves import Comparison, History, Step
 from lightning_safusion.tools.demo.digits import DigitsNet, load_digits
 from lightning_safusion.tools.demo.link import paced_rate, sent_bytes
@@ -106,6 +108,26 @@ def test_the_kernel_paces_connections() -> None:
     assert paced_rate(1e9) > 2e7
 
 
+@pytest.mark.parametrize(
+    ("measured", "told"),
+    [
+        (1.1, "(110 measured), as a link between machines would"),
+        (0.5, "(50 measured), more than this machine carries"),
+        (80.0, "does not pace connections: 8000 Mbit/s measured in place of 100."),
+    ],
+)
+def test_the_link_is_what_was_measured(
+    measured: float, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "paced_rate", lambda rate: measured * rate)
+    monkeypatch.setattr(demo, "started", lambda *_: pytest.fail("it trains"))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    screen = io.StringIO()
+    with pytest.raises(pytest.fail.Exception):
+        compare(Settings(systems=("ddp",)), tmp_path, Console(file=screen, width=200))
+    assert told in screen.getvalue()
+
+
 def test_more_workers_than_batches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="workers is 60: there are not 24 images for each, give fewer"):
         compare(Settings(systems=("ddp",), workers=60), tmp_path, Console(file=io.StringIO()))
@@ -147,6 +169,7 @@ def test_a_short_run_of_every_system(tmp_path: Path) -> None:
 
     assert all(each.title in text for each in found)
     assert "The kernel paces the workers' connections at 1000 Mbit/s" in text
+    assert ("NumPy selects" in text) != native.usable()
     assert "With the default a step takes" in text
     for name in ("curves.png", "step.png"):
         assert str(tmp_path / name) in text
