@@ -76,7 +76,8 @@ class FigureTable(Table):
             shown.columns.pop()
         if left := self.columns[len(shown.columns) :]:
             names = ", ".join(str(each.header).replace("\n", " ") for each in left)
-            shown.caption = f"{self.caption or ''} No room for: {names}.".strip()
+            about = f"{self.caption}".removesuffix(".") + ". " if self.caption else ""
+            shown.caption = f"{about}No room for: {names}."
         yield from Table.__rich_console__(shown, console, options)
 
 
