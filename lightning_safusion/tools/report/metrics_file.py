@@ -58,9 +58,9 @@ class Logged:
 
     @cached_property
     def times(self) -> Curve | None:
-        """Seconds of training since it began, validation left out; None if they were not logged, or go back."""
+        """Seconds of training since it began, validation left out; None if they were not logged, or stand still."""
         known = next((self.curves[name] for name in sorted(self.curves) if _TIME.match(name)), None)
-        return None if known is None or (np.diff(known.values) <= 0).any() else known
+        return None if known is None or (np.diff([known.steps, known.values]) <= 0).any() else known
 
     def seconds(self, steps: np.ndarray) -> np.ndarray:
         """float64: when these steps ended; NaN where that is not known.
@@ -127,7 +127,7 @@ def read_metrics(path: Path) -> Logged:
         ValueError: If it is not of CSVLogger, is damaged, or has fewer than two rows; names the path and what to do.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             rows = list(reader)
     except (csv.Error, UnicodeDecodeError) as error:
@@ -141,7 +141,7 @@ def read_metrics(path: Path) -> Logged:
         )
     try:
         steps = np.array([int(float(row["step"])) for row in rows])
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{path} has a row without a step ({error}): it is damaged, train again") from error
     curves = {name: _curve(steps, [row[name] for row in rows]) for name in reader.fieldnames or () if name}
     return Logged(path, {name: curve for name, curve in curves.items() if curve is not None})

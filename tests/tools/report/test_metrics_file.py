@@ -49,6 +49,8 @@ def test_times_are_on_a_line_between_those_that_were_logged_and_unknown_elsewher
     assert np.isnan(silent.seconds(np.array([9]))).all()
     back = read(write_csv(tmp_path / "back", [(step, {"train/time": 1.0 - step / 100}) for step in (9, 19)]))
     assert (back.times, back.step_s) == (None, None)
+    twice = read(write_csv(tmp_path / "twice", [(9, {"train/time": 1.0}), (9, {"train/time": 2.0})]))
+    assert (twice.times, twice.step_s) == (None, None)
 
 
 def test_plain_ddp_is_seen_by_rows_of_the_step_without_figures_of_the_exchange(tmp_path: Path) -> None:
@@ -75,6 +77,7 @@ def test_numbers_that_are_not_finite_stay_in_curves_and_out_of_means(tmp_path: P
         ("step,loss\n1,2.0\n", "has one row, and a curve needs two.*log_every_n_steps"),
         ("a,b\n1,2\n3,4\n", "has no column 'step': give metrics.csv of Lightning's CSVLogger"),
         ("step,loss\n,1\n2,3\n", "has a row without a step"),
+        ("step,loss\ninf,1\n2,3\n", "has a row without a step"),
         (b"\xff\xfe\x00", "cannot be read as CSV"),
     ],
 )
@@ -89,7 +92,7 @@ def test_a_file_that_cannot_be_shown_is_named_with_what_to_do(
 
 def test_text_is_no_curve(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    path.write_text("step,loss,note\n1,2.0,good\n2,1.0,\n")
+    path.write_text("step,loss,note\n1,2.0,good\n2,1.0,\n", encoding="utf-8-sig")  # as spreadsheets save it
     assert set(read_metrics(path).curves) == {"step", "loss"}
 
 
