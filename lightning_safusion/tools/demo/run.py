@@ -175,7 +175,10 @@ def _with_link(settings: Settings) -> tuple[Settings, str]:
         return settings, without + _with_link(settings)[1]
     said = f"The kernel paces the workers' connections at {asked:g} Mbit/s ({measured:.0f} measured)"
     slower = measured < asked / _UNPACED
-    return settings, f"{said}, {'more than this machine carries' if slower else 'as a link between machines would'}."
+    said += f", {'more than this machine carries' if slower else 'as a link between machines would'}."
+    if settings.workers > 2:
+        said += " Each connection has this rate: an exchange that uses several at once is faster than over a link."
+    return settings, said
 
 
 def _train(settings: Settings, history: History, steps: int, folder: Path, progress: Progress) -> None:
