@@ -4,7 +4,7 @@
     $ python -m lab papers --experiment 3 --tiny --measured    # by safusion bench, on two workers of this machine
     $ python -m lab papers --experiment 1 --tiny               # trains the tiny workloads
 
-Each writes its table, picture and raw figures into a folder, and says whether the claim holds.
+Each writes its table, picture and raw figures into a folder, and says whether the claim is reached.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Report:
         title: What was done, and where.
         claim: What the slides claim.
         table: In markdown.
-        sentences: Whether the claim holds, and what to know of the figures.
+        sentences: Whether the claim is reached, and what to know of the figures.
         size: Of their picture, width and height in inches.
         draw: Draws it.
         figures: All of them.

@@ -45,7 +45,7 @@ def sentences(points: Sequence[Point]) -> list[str]:
         if task.images:
             parts |= {f"{_worse(own - loss[rival])} `{rival}`": own < loss[rival] for rival in RIVALS}
         good = sum(parts.values())
-        verdict = "holds" if good == len(parts) else "holds in part" if good else "does not hold"
+        verdict = "is reached" if good == len(parts) else "is reached in part" if good else "is not reached"
         found.append(f"{name}: **the claim {verdict}**: {', '.join(parts)}.")
     found.append(
         f"One seed. 'Slightly' and 'the same' are taken as at most {CLOSE:.0%} of the dense metric; shares are of that."

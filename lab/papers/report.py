@@ -72,7 +72,7 @@ def table(experiment: Experiment, steps: Sequence[Step]) -> str:
 
 
 def sentences(experiment: Experiment, steps: Sequence[Step]) -> list[str]:
-    """One for each claim: whether it holds, and how far the figures go."""
+    """One for each claim: whether it is reached, and how far the figures go."""
     return [_sentence(claim, each) for claim, each in _by_claim(experiment, steps)]
 
 
@@ -93,7 +93,7 @@ def _sentence(claim: Claim, known: Sequence[Gain]) -> str:
     if not ranges:
         return f"Not in the slides: {found}."
     good = sum(gain.holds for gain in known)
-    verdict = "holds" if good == len(known) else "holds in part" if good else "does not hold"
+    verdict = "is reached" if good == len(known) else "is reached in part" if good else "is not reached"
     claimed = _claimed((min(low for low, _ in ranges), max(high for _, high in ranges)))
     enough = "no more than" if claim.at_most else "at least"
     return (

@@ -80,14 +80,14 @@ def test_a_claim_holds_by_its_least_gain_or_its_most() -> None:
 
 def test_sentences_count_what_holds() -> None:
     first, beyond = sentences(EXPERIMENTS[5], steps(5))
-    assert first.startswith("**The claim holds in part**: the step of `wfbp`, `oktopk`, `omgs`, `cupcake`")
+    assert first.startswith("**The claim is reached in part**: the step of `wfbp`, `oktopk`, `omgs`, `cupcake`")
     assert "by +10 % to +100 %" in first  # cupcake, wfbp
     assert "24 of 32 comparisons" in first  # all but cupcake with ResNet-152 and BERT-large, at four compressors
     assert beyond.startswith("Not in the slides: the step of `ddp-bf16`")
     good = sentences(EXPERIMENTS[5], steps(5, {**TIMES, "cupcake": 1.3, "omgs": 1.3}))[0]
-    assert good.startswith("**The claim holds**")
+    assert good.startswith("**The claim is reached**")
     bad = sentences(EXPERIMENTS[5], steps(5, {**TIMES, **dict.fromkeys(RIVALS, 0.9)}))[0]
-    assert bad.startswith("**The claim does not hold**")
+    assert bad.startswith("**The claim is not reached**")
 
 
 def test_what_was_not_measured_decides_nothing() -> None:
@@ -141,11 +141,11 @@ def test_full_size_needs_a_launcher(number: str, tmp_path: Path, monkeypatch: py
 def test_accuracy_is_compared_with_dense_and_on_images_with_rivals() -> None:
     losses = dict.fromkeys(SYSTEMS, 0.1) | {"dense": 0.0, PAPERS: 0.01}
     found = curves.sentences(points(losses))
-    assert all(line.startswith(f"{task}: **the claim holds**") for task, line in zip(TASKS, found, strict=False))
+    assert all(line.startswith(f"{task}: **the claim is reached**") for task, line in zip(TASKS, found, strict=False))
     found = curves.sentences(points(losses | {"omgs": 0.005}))
-    assert ["holds in part" in line for line in found[:4]] == [True, True, False, False]
+    assert ["is reached in part" in line for line in found[:4]] == [True, True, False, False]
     found = curves.sentences(points(losses | {PAPERS: 0.03}))
-    assert ["does not hold" in line for line in found[:4]] == [False, False, True, True]
+    assert ["is not reached" in line for line in found[:4]] == [False, False, True, True]
     figure = Figure()
     curves.draw(points(losses), figure)
     assert len(figure.axes) == 2 * len(TASKS)
@@ -169,7 +169,7 @@ def test_what_has_been_trained_is_not_trained_again(
                 write(folder / f"{task} {system}.csv", own)
     main(["papers", "--experiment", "1", "--tiny", "--output", "out", *options])
     text = (tmp_path / "out" / "experiment-1-tiny.md").read_text()
-    assert text.count("the claim holds in part") == 2  # images: level with the rivals
+    assert text.count("the claim is reached in part") == 2  # images: level with the rivals
     assert (tmp_path / "out" / "experiment-1-tiny.svg").stat().st_size > 10_000
 
 
