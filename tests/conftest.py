@@ -13,6 +13,7 @@ from functools import cache
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lab.gpu.interpreter import quicken
 
@@ -81,10 +82,12 @@ def compiler() -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
-    """Takes back what Lightning and torch.distributed leave in a process: variables and the default process group."""
+    """Takes back what Lightning and torch.distributed leave in a process: variables, the rank of whom warnings are, and
+    the default process group."""
     environment = dict(os.environ)
     yield
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)
+    rank_zero_only.rank = 0  # type: ignore[attr-defined]
