@@ -19,6 +19,7 @@ HOST = "node-7"
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Roster]]:
     """Rosters of workers in this process, which seem to be on a host of their own each, or all on one."""
+    monkeypatch.setattr(module, "_PATIENCE_S", 3.0)  # a virtual machine may stand still for a second
 
     def build(hosts: list[str], store: Any = None) -> list[Roster]:
         store = dist.HashStore() if store is None else store
