@@ -96,7 +96,7 @@ def paced_rate(rate: float) -> float:
         thread.start()
         with receiver:
             left = total
-            while left:
-                left -= len(receiver.recv(_CHUNK))
+            while left and (received := receiver.recv(_CHUNK)):
+                left -= len(received)
         thread.join()
         return total / (perf_counter() - begin)

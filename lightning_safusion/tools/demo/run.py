@@ -74,7 +74,7 @@ class Settings:
             raise ValueError(f"systems are {','.join(self.systems)}: give each once")
         for system in self.systems:
             self.strategy(system)
-        self.rate  # noqa: B018 (raises)
+        _ = self.rate  # raises
 
     @property
     def rate(self) -> float | None:
