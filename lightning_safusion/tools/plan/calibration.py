@@ -7,7 +7,6 @@ from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -153,12 +152,9 @@ class Calibration:
         """Reads a file of :meth:`save`; a ValueError names a file that is no calibration of this version."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            kind, version = content.pop("format"), content.pop("version")
-            if (kind, version) not in ((_FORMAT, 2), (_FORMAT, _VERSION)):
-                found = f"{kind} version {version}"
-                raise ValueError(f"{path} is {found}, expected {_FORMAT} version {_VERSION}; {_REMEDY}")
-            if version == 2:
-                content = _of_version_2(content)
+            head = f"{content.pop('format')} version {content.pop('version')}"
+            if head != f"{_FORMAT} version {_VERSION}":
+                raise ValueError(f"{path} is {head}, expected {_FORMAT} version {_VERSION}; {_REMEDY}")
             for name in ("allgather", "allreduce"):
                 samples = content[name]["samples"]
                 content[name] = CollectiveTimes(tuple(CollectiveSample(**sample) for sample in samples))
@@ -167,16 +163,3 @@ class Calibration:
             return cls(**content)
         except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no calibration: {error!r}; {_REMEDY}") from error
-
-
-def _of_version_2(content: dict[str, Any]) -> dict[str, Any]:
-    """A file that has the costs of shared processors as version 3 has it: they are no longer simulated."""
-    host = content.pop("host")
-    for name in ("allgather", "allreduce"):
-        samples = [{"nbytes": each["nbytes"], "seconds": each["alone"]} for each in content[name]["samples"]]
-        content[name] = {"samples": samples}
-    if host is None:
-        return content | {"select": None, "decode": None}
-    ahead, decode = host["ahead"], host["decode"]
-    select = {"fixed": ahead["fixed"] + decode["fixed"], "per_element": ahead["per_element"]}
-    return content | {"select": select, "decode": decode["per_element"]}
