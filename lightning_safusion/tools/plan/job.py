@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -15,7 +15,7 @@ from lightning_safusion.profiling.trace import Trace
 from lightning_safusion.tools.plan.cluster import Cluster, CollectiveCost
 from lightning_safusion.tools.plan.paths import Path, TorchOperations
 from lightning_safusion.tools.plan.schedule import Message, Schedule
-from lightning_safusion.tools.plan.work import Span
+from lightning_safusion.tools.plan.work import Span, Work
 
 # Sizes between which the cost of a collective is approximated by a line.
 _SMALL, _LARGE = 2.0**16, 2.0**26
@@ -102,7 +102,7 @@ class Job:
         device = self.cluster.device
         if device.selection is not None:
             return device.selection
-        cost = line(lambda elements: device.seconds(self.path.selection(self.span(elements))))
+        cost = line(lambda elements: self._counted(self.path.selection, self.span(elements)))
         return SelectionCost(cost.fixed, cost.per_byte)
 
     @cached_property
@@ -135,10 +135,12 @@ class Job:
 
     def decode_seconds(self, span: Span, messages: float) -> float:
         """Adding up the entries of so many messages."""
-        device = self.cluster.device
-        if device.decode is not None:
-            return messages * span.entries * device.decode
-        return device.seconds(self.path.decoding(span, int(messages)))
+        if self.cluster.device.decode is not None:
+            return messages * span.entries * self.cluster.device.decode
+        return self._counted(partial(self.path.decoding, messages=int(messages)), span)
+
+    def _counted(self, stages: Callable[[Span], Mapping[str, Work]], span: Span) -> float:
+        return self.cluster.device.seconds(stages(span)) if span.elements else 0.0
 
     def group_costs(self, *, sparse: bool = True, dense: bool = False) -> GroupCosts:
         """Numbers for planners whose timeline does not depend on the grouping: selection is part of being ready, and so
@@ -149,11 +151,11 @@ class Job:
             dense: Whether buffers may take the all-reduce, in fp32.
         """
         selects = np.zeros(len(self.numels))
-        decode, per_buffer = self.decode_cost, 0.0
+        decode, per_buffer, published = self.decode_cost, 0.0, self.cluster.device.published
         if sparse:
             share = self.select_cost.per_element * self.numels
             selects = np.where(self.dense, 0.0, share) if self.segmented else self.selects
-        if sparse and not self.decodes_on_link:
+        if sparse and not published:
             selects = selects + decode.per_byte * self.sparse_bytes
             per_buffer = (self.select_cost.fixed if self.segmented else 0.0) + decode.fixed
         gather = line(lambda nbytes: self.cluster.allgather(nbytes).seconds)
@@ -164,7 +166,7 @@ class Job:
             sparse_bytes=tuple(self.sparse_bytes.tolist()),
             dense_bytes=tuple(self.dense_bytes.tolist()),
             world_size=self.cluster.workers,
-            sparse=(gather.fixed, gather.per_byte + (decode.per_byte if self.decodes_on_link else 0.0)),
+            sparse=(gather.fixed, gather.per_byte + (decode.per_byte if published else 0.0)),
             per_buffer=per_buffer,
             dense=(reduce.fixed, reduce.per_byte),
             sparse_allowed=sparse,
@@ -197,11 +199,6 @@ class Job:
         seconds = self.select_seconds(places) if select else 0.0
         return self.decoded(places, cost, self.span_of(places), self.cluster.workers, seconds)
 
-    @property
-    def decodes_on_link(self) -> bool:
-        """Whether decoding is part of an exchange, as in published times."""
-        return self.cluster.device.published
-
     def decoded(
         self,
         places: Sequence[int],
@@ -214,18 +211,15 @@ class Job:
         """An exchange that brings so many messages, each with the entries of a span; ``between``: seconds of selection
         between its phases."""
         decode = between + self.decode_seconds(span, messages)
-        if self.decodes_on_link:
+        if self.cluster.device.published:
             return Message(places, replace(cost, seconds=cost.seconds + decode), select)
-        counted = self.cluster.device.decode is None
-        commit = self.cluster.device.seconds(self.path.commitment(span)) if counted else 0.0
+        commit = self._counted(self.path.commitment, span) if self.cluster.device.decode is None else 0.0
         return Message(places, cost, select, decode, commit)
 
     def select_seconds(self, places: Sequence[int]) -> float:
         """One selection over several tensors; dense ones need none."""
-        span, device = self.span_of(places), self.cluster.device
-        if device.selection is not None:
-            return float(device.selection(span.elements))
-        return device.seconds(self.path.selection(span))
+        span, published = self.span_of(places), self.cluster.device.selection
+        return self._counted(self.path.selection, span) if published is None else float(published(span.elements))
 
 
 def line(seconds: Callable[[float], float]) -> LinearCost:

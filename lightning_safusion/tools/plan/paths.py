@@ -56,7 +56,7 @@ COMMIT = Operations(4, 0, 28)
 
 class Path(ABC):
     """A way from gradients to means. All return work by stage, as :data:`~lightning_safusion.tools.plan.work.STAGES`
-    has them."""
+    has them, for a buffer that is not empty."""
 
     #: Of a window, whatever its buffers.
     end: ClassVar[Mapping[str, Work]] = {"operations": Work(1)}
@@ -90,7 +90,7 @@ class FusedKernels(Path):
 
     def selection(self, span: Span) -> dict[str, Work]:
         n, k, span = span.elements, span.entries, replace(span, bits=self.bits)
-        if self.compressor == "topk" or not n:
+        if self.compressor == "topk":
             return fused.selection(span)
         if self.compressor == "gaussiank":
             estimate = ESTIMATE.work(n, k) + fused.estimation(span, REFINEMENTS)
@@ -124,7 +124,7 @@ class FusedShards(Path):
     end = fused.END
 
     def _part(self, span: Span, shards: int, entries: float, messages: int = 1) -> Span:
-        """Some shards of a buffer with so many entries of each of the quota."""
+        """Some shards, with so many entries for each of the quota."""
         share, tensors = shards / self.workers, shards * span.tensors
         sent = min(entries * span.entries, span.elements) * share
         cut = replace(span, elements=share * span.elements, entries=sent, tensors=tensors)
@@ -135,15 +135,11 @@ class FusedShards(Path):
         return self._part(span, self.workers - 1, self.scattered, self.workers)
 
     def selection(self, span: Span) -> dict[str, Work]:
-        if not span.elements:
-            return {}
         pieces = replace(span, tensors=self.workers * span.tensors, bits=self.bits)
         return {"zero": fused.zeros(pieces), "compensate": fused.compensation(pieces)} | fused.packing(self._sent(span))
 
     def decoding(self, span: Span, messages: int) -> dict[str, Work]:
         """From the messages of others to sums, from these to what is delivered, and from that to means."""
-        if not span.elements:
-            return {}
         owned, arriving = self._part(span, 1, self.gathered), self._part(span, 1, self.scattered)
         gathered = self._part(span, self.workers, self.gathered)
         reduced = {"zero": fused.zeros(owned), "reduce": fused.reduction(arriving, self.workers - 1)}
@@ -151,8 +147,6 @@ class FusedShards(Path):
         return reduced | fused.packing(owned) | {"decode": means}
 
     def commitment(self, span: Span) -> dict[str, Work]:
-        if not span.elements:
-            return {}
         sent = fused.commitment(self._sent(span)).get("commit", Work())  # one worker sends nothing
         return {"commit": sent + fused.keeping(self._part(span, 1, self.gathered))}
 
@@ -170,16 +164,12 @@ class TorchOperations(Path):
     few_bits: bool = False
 
     def selection(self, span: Span) -> dict[str, Work]:
-        if not span.elements:
-            return {}
         select = SELECT.get(self.compressor, SELECT["topk"]).work(span.elements, span.entries, span.tensors)
         return {"operations": select + ENCODE[self.few_bits].work(span.elements, span.entries)}
 
     def decoding(self, span: Span, messages: int) -> dict[str, Work]:
-        if not span.elements:
-            return {}
         read = DECODE[self.few_bits].work(messages * span.elements, messages * span.entries, calls=messages)
         return {"operations": read + DELIVER.work(span.elements, span.entries)}
 
     def commitment(self, span: Span) -> dict[str, Work]:
-        return {"operations": COMMIT.work(span.elements, span.entries)} if span.elements else {}
+        return {"operations": COMMIT.work(span.elements, span.entries)}

@@ -108,8 +108,6 @@ class Span:
         elements: In it.
         entries: That it sends.
         tensors: In it, or pieces of them.
-        dtypes: Of its gradients, how many different ones.
-        width: Bytes of an element of a gradient.
         by_update: Elements are compared by how far the optimizer would move them.
         pooled: Its tensors share a part of their quotas.
         messages: Among which its entries are divided.
@@ -119,8 +117,6 @@ class Span:
     elements: float
     entries: float
     tensors: float = 1
-    dtypes: int = 1
-    width: int = 4
     by_update: bool = False
     pooled: bool = False
     messages: int = 1
@@ -212,9 +208,7 @@ class Span:
 
 
 def selection(span: Span) -> dict[str, Work]:
-    """From gradients to a message: launches, bytes and instructions of each stage; none where there is nothing."""
-    if not span.elements:
-        return {}
+    """From gradients to a message: launches, bytes and instructions of each stage."""
     return {"zero": zeros(span), "compensate": compensation(span)} | packing(span)
 
 
@@ -230,8 +224,6 @@ def estimation(span: Span, counts: int) -> Work:
 
 def placement(span: Span) -> dict[str, Work]:
     """From elements that are chosen, and gradients that are added, to a message."""
-    if not span.elements:
-        return {}
     k, loop = span.entries, LOOPS["place"]
     # each is looked up among tensors, and each region among them: a pass of the loop halves what is left
     halvings = 2 * ceil(log2(max(2.0, k, span.tensors)))
@@ -255,8 +247,7 @@ def zeros(span: Span) -> Work:
 def compensation(span: Span) -> Work:
     """Gradients are added to the residual; keys are written where they are not the elements."""
     added = LOOPS["compensate by update" if span.by_update else "compensate"]
-    nbytes = (8 + span.width + span.weighed) * span.elements
-    return Work(span.dtypes, nbytes, added.instructions(span.elements, span.chunks))
+    return Work(1, (12 + span.weighed) * span.elements, added.instructions(span.elements, span.chunks))
 
 
 def packing(span: Span) -> dict[str, Work]:
@@ -286,8 +277,6 @@ def packing(span: Span) -> dict[str, Work]:
 
 def decoding(span: Span, workers: int) -> dict[str, Work]:
     """From the messages of all workers to means in the gradients."""
-    if not span.elements:
-        return {}
     return {"decode": delivery("decode", span, workers, workers)}
 
 
@@ -295,8 +284,8 @@ def delivery(kernel: str, span: Span, messages: int, headers: int) -> Work:
     """Means into gradients: every program reads so many messages, and of each header whether its tensor is finite."""
     loop, delivered = LOOPS[kernel], (_CLEARED + _DELIVERED) * span.elements / _PIECE
     delivered += (loop.once + _FLAG * headers) * span.tiles
-    nbytes = span.width * span.elements + messages * span.read + headers * _SECTOR * span.tiles
-    return Work(span.dtypes, nbytes, loop.threads * delivered + messages * _added(kernel, span))
+    nbytes = 4 * span.elements + messages * span.read + headers * _SECTOR * span.tiles
+    return Work(1, nbytes, loop.threads * delivered + messages * _added(kernel, span))
 
 
 def _added(kernel: str, span: Span) -> float:
