@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -98,7 +98,6 @@ class Meeting:
         return None, reason
 
     def _listen(self, failed: str, ended: threading.Event) -> None:
-        """Ends this process's collectives if another one has failed."""
         while not ended.wait(_POLL):
             if self._heard.check([failed]):
                 _abandon_groups()
@@ -106,7 +105,7 @@ class Meeting:
                 return
 
     def _await_others(self, failed: str) -> None:
-        """Waits until no other process is in a collective, for some seconds: NCCL's watchdog ends one that is left."""
+        """NCCL's watchdog ends a process that is left in a collective."""
         others = [f"{failed}/{rank}" for rank in range(self.workers) if rank != self.rank]
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline and not self._store.check(others):
@@ -142,11 +141,6 @@ class Meeting:
             self._store.set(f"leave {self.rank}", "1")
 
 
-def cause(reasons: Sequence[str | None]) -> str | None:
-    """Why a turn has failed, from what :meth:`Meeting.attempt` has told each process; None if it has not."""
-    return next((reason for reason in reasons if reason is not None), None)
-
-
 def _store(address: str, timeout: timedelta) -> dist.TCPStore:
     """A store that listens; on this machine alone, if the address is of no use elsewhere."""
     options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
@@ -158,7 +152,6 @@ def _store(address: str, timeout: timedelta) -> dist.TCPStore:
 
 
 def _abandon_groups() -> None:
-    """Ends all process groups without waiting for what they still exchange."""
     if not dist.is_initialized():
         return
     if dist.get_backend() == "nccl" and hasattr(dist.distributed_c10d, "_abort_process_group"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +36,6 @@ _PARTS: dict[str, Callable[[str], object]] = {
     "fusion": resolve_fusion,
     "memory": resolve_memory,
 }
-_S = TypeVar("_S")
 _DENSITY = 0.01  # of a strategy that is only made to check its options
 
 
@@ -59,17 +58,13 @@ class Row:
         """The row in the table of systems."""
         return resolve_system(self.system)
 
-    def strategy(self, density: float | None, **defaults: Any) -> SAFusionStrategy:
-        """The same as :meth:`made`, for models that are not sharded."""
-        return self.made(SAFusionStrategy, density, **defaults)
-
-    def made(self, kind: Callable[..., _S], density: float | None, **defaults: Any) -> _S:
-        """A new strategy, with the defaults where the row has none of its own, and the density if its system has one.
+    def strategy(self, density: float | None, kind: type[Any] = SAFusionStrategy, **defaults: Any) -> Any:
+        """A new strategy.
 
         Args:
+            density: Where the row has none and its system has one; None leaves it to the strategy.
             kind: Its class.
-            density: None leaves it to the strategy.
-            defaults: Further arguments of the strategy.
+            defaults: Further arguments, where the row has none of its own.
 
         Raises:
             ValueError: If an option cannot have its value; names the row.
@@ -113,15 +108,6 @@ class NoExchange(DDPStrategy):
             HookExchange("local", None).register(self.model)
 
 
-class InStep(NoExchange):
-    """Workers that keep their own gradients, and exchange a single number at the end of every backward pass."""
-
-    @override
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)
-        torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.root_device))
-
-
 class Apart(SAFusionModelParallelStrategy):
     """Replicas of a sharded model that keep their own gradients."""
 
@@ -133,13 +119,21 @@ class Apart(SAFusionModelParallelStrategy):
             set_hooks(root, lambda *_: None)
 
 
-class ApartInStep(Apart):
-    """The same with workers that exchange a single number at the end of every backward pass."""
+class _Together(ParallelStrategy):
+    """Workers exchange a single number at the end of every backward pass."""
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
         torch.distributed.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.root_device))
+
+
+class InStep(_Together, NoExchange):
+    """Workers that keep their own gradients, and wait for each other."""
+
+
+class ApartInStep(_Together, Apart):
+    """The same with replicas of a sharded model."""
 
 
 #: Strategies of the rows that are no systems.

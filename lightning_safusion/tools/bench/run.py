@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -156,24 +156,18 @@ def checked_rows(options: JobOptions) -> list[str]:
     return rows
 
 
-@dataclass
-class _Turns:
-    """What the first process knows of a row: its turns so far, or why it is left out."""
-
-    rounds: list[list[Turned]] = field(default_factory=list)
-    failure: str | None = None
-
-
 class _Run:
+    """A benchmark, on all processes alike."""
+
     def __init__(self, options: JobOptions, job: Job, rows: list[str]) -> None:
         self.options, self.job, self.rows = options, job, rows
         self.interrupted, self.heard = False, 0.0
-        self.learning = set(rows)  # that have had no turn yet
-        self.results = {row: _Turns() for row in rows}
+        self.trained: set[str] = set()  # rows that have had a turn
+        self.turns: dict[str, list[list[Turned]]] = {row: [] for row in rows}  # on the first process
+        self.failures: dict[str, str] = {}  # why rows are left out
         self.began = time.monotonic()
 
     def run(self) -> None:
-        """Everything, on all processes alike."""
         options = self.options
         arguments = counted(self.job.trainer, options.workers)
         # a row that fails on one process is left out on all: NCCL's watchdog would end theirs
@@ -184,16 +178,14 @@ class _Run:
         end_groups_at_exit()
         self.meeting = Meeting(strategy.root_device, strategy._timeout or _TIMEOUT)
         self.nodes, self.per_node = trainer.num_nodes, strategy.num_processes
-        main = self.meeting.rank == 0
-        self.console = Console(width=None if sys.stdout.isatty() else 120, quiet=not main)
+        self.console = Console(width=None if sys.stdout.isatty() else 120, quiet=self.meeting.rank > 0)
         with interrupts(self._interrupt):
             self.bench = Bench(self.job, self.meeting, options.keep_callbacks, options.seed, lambda: self.interrupted)
             self.job.trainer |= {name: arguments[name] for name in ("devices", "num_nodes") if name in arguments}
             user = self.job.strategy
             if type(user) is not DDPStrategy or user._ddp_comm_hook is not None:
                 self.rows.insert(len(ALWAYS), YOURS)
-                self.results[YOURS] = _Turns()
-                self.learning.add(YOURS)
+                self.turns[YOURS] = []
             if self.job.sharded:
                 self._leave_out_hooks()
             if self.job.left_out:
@@ -202,36 +194,40 @@ class _Run:
                 recorded = self._measure()
             finally:
                 self.bench.close()
-        if main:
-            # what has failed after some rounds is not to be recommended
-            able = {row: each for row, each in self.results.items() if each.failure is None or row == "ddp"}
-            turns = {row: each.rounds for row, each in able.items() if each.rounds}
-            failures = {row: each.failure for row, each in self.results.items() if each.failure is not None}
-            count = sum(param.numel() for _, param in trainable(self.bench.module))
-            job = type(self.bench.module).__name__
-            sizes = self.job.ddp_options.get("replicate_size") if self.job.sharded else None
-            replicas = self.nodes if sizes == "auto" else sizes
-            conditions = JobConditions(job, self.meeting.workers, self.nodes, self.meeting.device.type, count, replicas)
-            write(conditions, turns, failures, recorded, self.job, Path(options.output), self.console)
+        if self.meeting.rank == 0:
+            self._write(recorded)
         self.meeting.close()
 
+    def _write(self, recorded: Recorded | str) -> None:
+        # what has failed after some rounds is not to be recommended
+        turns = {row: each for row, each in self.turns.items() if each and (row not in self.failures or row == "ddp")}
+        failures = {row: self.failures[row] for row in self.turns if row in self.failures}
+        module, meeting = self.bench.module, self.meeting
+        count = sum(param.numel() for _, param in trainable(module))
+        sizes = self.job.ddp_options.get("replicate_size") if self.job.sharded else None
+        replicas = self.nodes if sizes == "auto" else sizes
+        name, device = type(module).__name__, meeting.device.type
+        conditions = JobConditions(name, meeting.workers, self.nodes, device, count, replicas)
+        write(conditions, turns, failures, recorded, self.job, Path(self.options.output), self.console)
+
     def _leave_out_hooks(self) -> None:
-        """Leaves out the rows that sharded models do not have; nothing else may fail where groups are made once."""
+        """Sharded models have no such rows; nothing else may fail where groups are made once."""
         for row in list(self.rows):
             try:
                 if row not in (*REFERENCE_STRATEGIES, YOURS):
                     self._strategy(row)
             except MisconfigurationException as error:
-                self.results[row].failure = str(error)
-                if not self.options.systems:  # nobody has asked for it
+                if self.options.systems:
+                    self.failures[row] = str(error)
+                else:  # nobody has asked for it
                     self.rows.remove(row)
-                    del self.results[row]
+                    del self.turns[row]
 
     def _name(self, row: str) -> str:
         return sharded_names(row) if self.job.sharded else row
 
     def _measure(self) -> Recorded | str:
-        """Rounds, and the recording after the first; what was recorded, on the first process, or why nothing was."""
+        """What was recorded after the first round, on the first process, or why nothing was."""
         rounds = self.options.rounds
         recorded: Recorded | str = "stopped"
         with TurnProgress(self.console, len(self.rows) * rounds + 1) as progress:
@@ -251,8 +247,8 @@ class _Run:
         return recorded
 
     def _take_turn(self, row: str, progress: TurnProgress) -> bool:
-        """One turn of a row, unless it has failed before; returns whether to go on."""
-        if self.results[row].failure is not None:
+        """Whether to go on."""
+        if row in self.failures:
             return True
         warmup = self._warmup(row)
         timed, reason = self.meeting.attempt(
@@ -262,9 +258,9 @@ class _Run:
         if timed is not None:
             mine |= {"turned": asdict(timed.turned), "stopped": timed.stopped}
         told = self.meeting.hold(mine, partial(self._keep, row))
-        self.learning.discard(row)
+        self.trained.add(row)
         if told["reason"] is not None:
-            self.results[row].failure = told["reason"]
+            self.failures[row] = told["reason"]
             if told["hopeless"]:
                 raise RuntimeError(f"{self._name('DDP')} itself cannot train this job: {told['reason']}")
             if self.job.sharded:
@@ -279,16 +275,16 @@ class _Run:
             turned = [Turned(**each["turned"]) for each in everyone]
             told["stopped"] = everyone[0]["stopped"]
             if min(len(each.steps) for each in turned) >= 2:
-                self.results[row].rounds.append(turned)
+                self.turns[row].append(turned)
                 return told | {"seconds": median_high(turned[0].steps[1:])}
             if not told["stopped"]:
                 told["reason"] = "its data ended before the turn did"
         if told["reason"] is not None and row == "ddp":  # nothing can be compared with it any more
-            told |= {"stopped": True, "hopeless": not self.results[row].rounds}
+            told |= {"stopped": True, "hopeless": not self.turns[row]}
         return told
 
     def _warmup(self, row: str) -> int:
-        first = row in self.learning
+        first = row not in self.trained
         if row.startswith("powersgd"):
             return _POWERSGD
         if row in REFERENCE_STRATEGIES or row.startswith("ddp"):
@@ -303,33 +299,32 @@ class _Run:
             return DDPStrategy(**options)
         if row in REFERENCE_STRATEGIES:
             return (SHARDED_REFERENCES if sharded else REFERENCE_STRATEGIES)[row](**options)
-        kind: Any = SAFusionModelParallelStrategy if sharded else SAFusionStrategy
+        kind = SAFusionModelParallelStrategy if sharded else SAFusionStrategy
         try:
-            return parse_row(row).made(kind, None, **{"process_group_backend": None} | options)
+            return parse_row(row).strategy(None, kind, **{"process_group_backend": None} | options)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
 
     def _leave_out_equals(self) -> None:
-        """Leaves out rows of the default whose density is the one that it takes by itself. Collective."""
+        """Those of the default whose density is the one that it takes by itself. Collective."""
 
         def equal(_: list[Any]) -> list[str]:
-            own = self.results[DEFAULT].rounds if DEFAULT in self.results else []
-            if not own or own[0][0].density is None:
-                return []
-            return [row for row in self.rows if row == f"{DEFAULT}[density={own[0][0].density:g}]"]
+            own = self.turns.get(DEFAULT)
+            density = own[0][0].density if own else None
+            return [row for row in self.rows if density is not None and row == f"{DEFAULT}[density={density:g}]"]
 
         for row in self.meeting.hold({}, equal):
-            if self.results[row].failure is None:
-                self.results[row].failure = f"the same as {DEFAULT}, whose density it is"
-                self.results[row].rounds.clear()
+            if row not in self.failures:
+                self.failures[row] = f"the same as {DEFAULT}, whose density it is"
+                self.turns[row].clear()
 
     def _goes_on(self) -> bool:
-        """Whether there is time for another round. Collective."""
+        """Collective."""
         spent = time.monotonic() - self.began
         return bool(self.meeting.hold({}, lambda _: spent < 60 * self.options.minutes))
 
     def _record(self, progress: TurnProgress) -> tuple[Recorded | str, bool]:
-        """Records the job: what was recorded, on the first process, or why nothing was; whether to stop. Collective."""
+        """What was recorded, on the first process, or why nothing was; and whether to stop. Collective."""
         if not self.options.calibrate:
             return "calibrate is false", False
         if self.job.sharded:

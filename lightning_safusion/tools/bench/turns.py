@@ -33,10 +33,8 @@ from lightning_safusion.tools.bench.meeting import Meeting, wait_for
 from lightning_safusion.tools.bench.results import Turned
 
 _EPOCHS = 1000  # a turn ends by itself; schedules of the learning rate may want a number
-# A training whose batches make no step would never end.
-_BATCHES_PER_STEP = 1000
-# More steps of warm-up, if a plan is on trial when it ends.
-_TRIAL = 24
+_BATCHES_PER_STEP = 1000  # a training whose batches make no step would never end
+_TRIAL = 24  # more steps of warm-up, if a plan is on trial when it ends
 
 
 class _SilentLogger(DummyLogger):
@@ -121,9 +119,9 @@ class _Timing(Callback):
         trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = _EPOCHS, -1
         if pl_module.automatic_optimization:
             trainer.strategy.lr_scheduler_configs = []
-        names = [type(each).__name__ for each in trainer.optimizers]
-        free = [is_schedule_free(each) for each in trainer.optimizers]
-        self.turned.optimizers = [f"schedule-free {n}" if f else n for n, f in zip(names, free, strict=True)]
+        self.turned.optimizers = [
+            "schedule-free " * is_schedule_free(each) + type(each).__name__ for each in trainer.optimizers
+        ]
         if isinstance(trainer.strategy, EngineReadings):
             self.turned.cautions = list(trainer.strategy.cautions)
             self.turned.density = trainer.strategy.settings.density.lasting()
@@ -175,13 +173,10 @@ class _Timing(Callback):
         self.turned.peak_bytes = peak(self._meeting.device)
         if isinstance(trainer.strategy, EngineReadings):
             self.turned.figures = trainer.strategy.figures()
-            plan = trainer.strategy.plan
-            self.turned.plan = plan.to_list() if plan is not None else None
             self.learned = trainer.strategy.learned()
 
 
 def _samples_of(batch: Any) -> int | None:
-    """Samples of a batch; None where Lightning does not find them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -191,7 +186,6 @@ def _samples_of(batch: Any) -> int | None:
 
 
 def _on_trial(trainer: Trainer) -> bool:
-    """Whether the strategy tries a plan out, which may go again; the same on all replicas of a shard."""
     engine = trainer.strategy.engine if isinstance(trainer.strategy, EngineReadings) else None
     return engine is not None and engine.planner.on_trial
 
@@ -255,9 +249,7 @@ class Bench:
             strategy._device_mesh = self._mesh  # the model lies on that of the first turn
         timing = _Timing(self._meeting, self._beginning, warmup, steps, self._stops, tick)
         callbacks = [*copy.deepcopy(self._job.callbacks), *more, timing]
-        arguments = dict(self._job.trainer)
-        if not accumulated:
-            arguments["accumulate_grad_batches"] = 1
+        arguments = self._job.trainer | ({} if accumulated else {"accumulate_grad_batches": 1})
         try:
             self._fit(strategy, callbacks, arguments)
         finally:
@@ -300,7 +292,6 @@ class Bench:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _forget(self) -> None:
-        """Drops what ties the module to a trainer that has ended."""
         self.module.trainer = None
         self.module.zero_grad(set_to_none=True)
         if self.data is not None:
