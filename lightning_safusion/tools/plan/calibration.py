@@ -60,9 +60,8 @@ class Calibration:
         allgather: By the bytes of one worker's message.
         allreduce: By the bytes of the buffer.
         entry_bytes: Bytes of an entry on the wire.
-        select: Selection, packing and launch of a buffer on a worker's processors, with what its decoding takes
-            whatever its size; None where accelerators do the work.
-        decode: Seconds of an entry that is decoded there; None with ``select``.
+        select: Selection, packing and launch of a buffer on a worker's processors, and what its decoding takes whatever
+            its size; None where accelerators do the work, as ``decode``: seconds of an entry that is decoded.
         jitter: Relative standard deviation of a worker's step without any exchange.
         source: How they were measured, in words.
         nodes: Machines of the group; None in files that do not say.
@@ -102,8 +101,8 @@ class Calibration:
 
     @property
     def placed(self) -> tuple[int, int] | None:
-        """Nodes and workers on each, as the simulator counts them: each worker of a CPU job is a node, because its
-        costs are those between two workers. None where the file does not say."""
+        """Nodes and workers on each; None where the file does not say. Each worker of a CPU job counts as a node: its
+        costs are those between two workers."""
         if self.select is not None:
             return self.workers, 1
         return (self.nodes, self.per_node) if self.nodes is not None and self.per_node is not None else None
@@ -127,8 +126,7 @@ class Calibration:
 
     @property
     def card(self) -> Link:
-        """The link of one machine, which each message from another one enters once; :attr:`machines` says what is
-        refused."""
+        """The link of one machine, which each message from another one enters once."""
         _, inside = self.machines
         return replace(self.link, beta=self.link.beta * (self.workers - 1) / (self.workers - inside))
 

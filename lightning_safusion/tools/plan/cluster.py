@@ -107,8 +107,8 @@ class Cluster:
         device: Device = DEVICES["a100"],
     ) -> Cluster:
         """A cluster with measured costs, and the measured jitter if no other is given. Collectives take the measured
-        times where it has as many nodes as the measured group (as many workers, where these have devices), otherwise
-        those of its link. The work of ``device`` is counted where processors do none."""
+        times where it is as large as the measured group, otherwise those of its link. The work of ``device`` is counted
+        where processors do none."""
         same = nodes * gpus_per_node == costs.workers
         if costs.select is not None:
             same = nodes == costs.workers and gpus_per_node == 1
@@ -160,11 +160,10 @@ class Cluster:
         return self._flat(rounds, rounds * message, 2 * log2_ceil(self.nodes) * message)
 
     def oktopk(self, message: float, refresh_every: int = 128) -> CollectiveCost:
-        """Ok-Topk's split-and-reduce, balancing and final gather (Li and Hoefler, PPoPP 2022).
+        """Ok-Topk's split-and-reduce, balancing and final gather (Li and Hoefler, PPoPP 2022), from point to point.
 
-        The exchanges are point-to-point: every worker of a node receives from every worker outside. Every
-        ``refresh_every`` iterations the unpruned sums are gathered as well, on average ``2 sqrt(n)`` messages (measured
-        on heavy-tailed data with a correlation of 0.5 between workers); that is spread over the iterations.
+        Every ``refresh_every`` iterations the unpruned sums are gathered as well, on average ``2 sqrt(n)`` messages
+        (measured on heavy-tailed data with a correlation of 0.5 between workers); that is spread over the iterations.
         """
         n, g = self.workers, self.gpus_per_node
         refresh = min(n, 2 * n**0.5) / refresh_every * message
@@ -173,14 +172,10 @@ class Cluster:
         return self._flat(2 * n + 2 * log2_ceil(n), received, entering)
 
     def sharded(self, scattered: float, gathered: float) -> CollectiveCost:
-        """An all-to-all, a part of each worker's message to each owner; then workers gather what the owners send.
+        """An all-to-all of what each worker has for all owners; then workers gather what all owners deliver.
 
         In the first every worker of a node receives from every worker outside, in the second each message of another
         node enters a node once.
-
-        Args:
-            scattered: Bytes that a worker has for all owners.
-            gathered: Bytes that all owners deliver.
         """
         n, g = self.workers, self.gpus_per_node
         received = (n - 1) / n * (scattered + gathered)
@@ -188,31 +183,23 @@ class Cluster:
         return self._flat(n + log2_ceil(n), received, entering)
 
     def hierarchical(self, message: float, nbytes: float) -> CollectiveCost:
-        """Dense inside the node (``nbytes``), sparse between nodes (a ``message`` of each): reduce-scatter, all-gather
-        of each shard, all-gather inside."""
+        """Dense inside the node, sparse between nodes (a ``message`` of each): reduce-scatter, all-gather of each
+        shard, all-gather inside."""
         return self._two_levels(nbytes, log2_ceil(self.nodes), allgather_bytes(self.nodes, message))
 
     def hierarchical_sharded(self, scattered: float, gathered: float, nbytes: float) -> CollectiveCost:
-        """Dense inside the node (``nbytes``), sums of nodes to owners and back: reduce-scatter, an all-to-all and an
-        all-gather of each shard, all-gather inside.
-
-        Args:
-            scattered: Bytes that a node has for all owners.
-            gathered: Bytes that all owners deliver.
-            nbytes: Bytes of the dense buffer.
-        """
+        """The same with sums of nodes to owners and back, as in :meth:`sharded`: an all-to-all and an all-gather of
+        each shard."""
         outside = (self.nodes - 1) / self.nodes * (scattered + gathered)
         return self._two_levels(nbytes, self.nodes + log2_ceil(self.nodes), outside)
 
     def _two_levels(self, nbytes: float, rounds: int, outside: float) -> CollectiveCost:
-        """An all-reduce of ``nbytes`` inside nodes; in the middle of it messages in sequence, ``outside`` bytes in all
-        to each node."""
+        """An all-reduce of ``nbytes`` inside nodes; in the middle of it ``outside`` bytes in all to each node."""
         g = self.gpus_per_node
         inside = CollectiveCost()
         if g > 1:
-            volume = ring_allreduce_bytes(g, nbytes)
-            seconds = 2 * self.intra.launch + 2 * (g - 1) * self.intra.alpha + volume * self.intra.beta
-            inside = CollectiveCost(seconds, volume)
+            volume, link = ring_allreduce_bytes(g, nbytes), self.intra
+            inside = CollectiveCost(2 * link.launch + 2 * (g - 1) * link.alpha + volume * link.beta, volume)
         if self.nodes == 1:
             return inside
         seconds = self.inter.launch + rounds * self.inter.alpha + outside * self.share.beta
@@ -242,15 +229,14 @@ class Cluster:
 
 
 def lognormal(rng: np.random.Generator, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
-    """Factors with mean 1 and a relative standard deviation; lognormal, since times and sizes are not negative."""
+    """Factors with mean 1 and a relative standard deviation; times and sizes are not negative."""
     sigma = sqrt(log1p(deviation**2))
     return rng.lognormal(-(sigma**2) / 2, sigma, shape)
 
 
 def resolve_link(bandwidth: str) -> Link:
-    """A link by the name of a preset, or by a rate such as ``"40gbit"`` or ``"40 Gbit/s"``.
-
-    A rate without a preset takes α and the launch of the nearest preset, and 85 % of the nominal rate.
+    """A link by the name of a preset, or by a rate such as ``"40 Gbit/s"``: then with α and the launch of the nearest
+    preset, and 85 % of the nominal rate.
 
     Raises:
         ValueError: If it is neither.

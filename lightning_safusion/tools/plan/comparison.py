@@ -43,12 +43,7 @@ class PlanRow:
 
 
 def plan_table(job: Job, systems: Sequence[str], begin: Callable[[str], object] = str) -> list[PlanRow]:
-    """The prediction for each row, in the order of ``systems``.
-
-    Args:
-        job: The job.
-        systems: Systems, with options as :func:`~lightning_safusion.tools.plan.rows.simulated_row` reads them.
-        begin: Is told the name of each row that is about to be simulated.
+    """The prediction for each row, in the order of ``systems``; ``begin`` is told which one is about to be simulated.
 
     Raises:
         ValueError: If there is no such row, or none of such a job; nothing was simulated then.
@@ -59,14 +54,14 @@ def plan_table(job: Job, systems: Sequence[str], begin: Callable[[str], object] 
     for name in dict.fromkeys([models.baseline, *names]):
         begin(name)
         results[name] = run_system(name, job)
-    baseline = results[models.baseline].seconds
-    rows = []
-    for name in names:
+
+    def row(name: str) -> PlanRow:
         run = results[name]
         times, sent = (run.seconds, run.exposed, run.select, run.device), (run.nbytes, run.node_bytes, run.collectives)
         counted = job.cluster.device.processors or is_counted(name)
-        rows.append(PlanRow(name, *times, *sent, run.waited, baseline / run.seconds, counted))
-    return rows
+        return PlanRow(name, *times, *sent, run.waited, results[models.baseline].seconds / run.seconds, counted)
+
+    return [row(name) for name in names]
 
 
 def sparse_rows(rows: Sequence[PlanRow]) -> list[PlanRow]:
@@ -101,12 +96,7 @@ def break_even(job: Job, system: str, baseline: str = WHOLE.baseline) -> float:
 
 
 def when_to_compress(rows: Sequence[PlanRow], job: Job) -> str:
-    """A sentence: up to which bandwidth it pays to compress, and what that costs the device.
-
-    Args:
-        rows: Of :func:`plan_table`; a sparse one is among them.
-        job: Theirs.
-    """
+    """Up to which bandwidth it pays to compress, and what that costs the device; a sparse row is among them."""
     best = best_sparse(rows) or min(sparse_rows(rows), key=lambda row: row.iteration_s)
     models = models_of(job)
     rate, dense = break_even(job, best.system, models.baseline), f"{models.dense} in bf16"
@@ -123,15 +113,7 @@ def recommend(
     rows: Sequence[PlanRow], density: float, optimizer: str, workers: int = 2, models: Models = WHOLE
 ) -> tuple[list[str], dict[str, Any]]:
     """Sentences that recommend a system, and say which are faster; its settings for LightningCLI, empty where there was
-    nothing to compare.
-
-    Args:
-        rows: Of :func:`plan_table`.
-        density: Share of the elements that sparse rows without one of their own send.
-        optimizer: Name of its class.
-        workers: That exchange gradients with each other.
-        models: Theirs.
-    """
+    nothing to compare. ``density``: of rows without one of their own."""
     best, dense = best_sparse(rows), models.dense
     if not sparse_rows(rows):
         return [f"No sparse system was compared: add {models.default!r} to the systems."], {}
@@ -166,13 +148,11 @@ def sweep_table(
     Args:
         job: The job, with the values that do not vary.
         systems: As of :func:`plan_table`.
-        over: Values of ``"bandwidth"`` (such as ``"25gbit"``), ``"density"`` (of rows that have none of their own) and
-            ``"nodes"``.
+        over: Values of ``"bandwidth"``, ``"density"`` (of rows that have none of their own) and ``"nodes"``.
         begin: As of :func:`plan_table`.
 
     Returns:
-        One flat record per combination and system: nodes, workers, bandwidth, density, and the fields of
-        :class:`PlanRow`.
+        A flat record per combination and system: of the combination, and of the :class:`PlanRow`.
     """
     records = []
     for values in product(*over.values()):

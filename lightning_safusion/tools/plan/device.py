@@ -14,14 +14,13 @@ from lightning_safusion.tools.plan.work import STAGES, Work
 
 _FORMAT = "lightning-safusion-device"
 _VERSION = 1
+_NOT_IN_FILES = ("selection", "decode", "published", "cpu")
 
 
 @dataclass(frozen=True)
 class Device:
-    """The speeds by which counted work becomes seconds.
-
-    The file of :meth:`save` is a JSON object of ``"format"``, ``"version"`` and the fields below up to ``source``;
-    those that have a default may be missing.
+    """The speeds by which counted work becomes seconds. A file has the fields below up to ``source``; those that have a
+    default may be missing.
 
     Args:
         name: As its driver calls it.
@@ -62,8 +61,9 @@ class Device:
             raise ValueError(f"device {self.name!r}: launch must be finite and not negative, got {self.launch}")
         for stage, factor in self.factors.items():
             if stage not in STAGES or not (isfinite(factor) and factor > 0):
-                known = f"factors are positive numbers of {', '.join(STAGES)}"
-                raise ValueError(f"device {self.name!r}: {known}, got {stage}={factor}")
+                raise ValueError(
+                    f"device {self.name!r}: factors are positive numbers of {', '.join(STAGES)}, got {stage}={factor}"
+                )
 
     def seconds(self, work: Mapping[str, Work]) -> float:
         """Seconds of stages that follow each other: each takes as long as its bytes or its instructions, whichever is
@@ -82,15 +82,13 @@ class Device:
     @property
     def described(self) -> str:
         """The speeds in words."""
-        speeds = f"{self.memory / 1e12:.2f} TB/s, {self.launch * 1e6:.1f} us per launch"
-        speeds += f", {self.instructions / 1e12:.1f}e12 instructions per second"
+        speeds = f"{self.memory / 1e12:.2f} TB/s, {self.launch * 1e6:.1f} us per launch, "
+        speeds += f"{self.instructions / 1e12:.1f}e12 instructions per second"
         return f"{self.name} ({self.source or 'source not stated'}: {speeds})"
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON."""
-        content = asdict(self)
-        for other in ("selection", "decode", "published", "cpu"):
-            del content[other]
+        content = {name: each for name, each in asdict(self).items() if name not in _NOT_IN_FILES}
         Path(path).write_text(json.dumps({"format": _FORMAT, "version": _VERSION, **content}, indent=1))
 
     @classmethod
@@ -113,15 +111,9 @@ class Device:
 # much as an H100's do.
 # H100: lab/gpu/results/h100-2026-11-27/device-costs.json, of the kernels before their latest sizes of blocks.
 _FACTORS = {
-    "compensate": 1.45,
-    "collect": 1.09,
-    "narrow": 1.10,
-    "count_chunks": 1.23,
-    "write": 4.80,
-    "pack": 0.86,
-    "decode": 1.07,
-    "commit": 1.46,
-}
+    "compensate": 1.45, "collect": 1.09, "narrow": 1.10, "count_chunks": 1.23, "write": 4.80, "pack": 0.86,
+    "decode": 1.07, "commit": 1.46,
+}  # fmt: skip
 #: By the names that ``safusion plan --device`` takes.
 DEVICES: dict[str, Device] = {
     "a100": Device(

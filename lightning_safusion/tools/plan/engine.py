@@ -24,12 +24,11 @@ from lightning_safusion.tools.plan.schedule import Iteration, Message, Schedule,
 
 def simulate(trace: Trace, cluster: Cluster, schedule: Schedule, iteration: int = 0) -> Iteration:
     """Runs one iteration in the steady state; another number of the iteration draws other jitter."""
-    launch = schedule.launch
     run = _Run(trace, cluster, schedule, iteration)
-    if isinstance(launch, Timer):
-        run.timer(launch)
-    elif isinstance(launch, Stream):
-        run.stream(launch)
+    if isinstance(schedule.launch, Timer):
+        run.timer(schedule.launch)
+    elif isinstance(schedule.launch, Stream):
+        run.stream(schedule.launch)
     else:
         run.planned(schedule.messages)
     return run.result()
@@ -40,15 +39,9 @@ def mean_iteration(trace: Trace, cluster: Cluster, schedule: Schedule, iteration
     if cluster.jitter == 0 and not isinstance(schedule.launch, Stream):
         iterations = 1
     runs = [simulate(trace, cluster, schedule, iteration) for iteration in range(iterations)]
-    return replace(
-        runs[0],
-        seconds=fmean(run.seconds for run in runs),
-        device=fmean(run.device for run in runs),
-        nbytes=fmean(run.nbytes for run in runs),
-        node_bytes=fmean(run.node_bytes for run in runs),
-        waited=fmean(run.waited for run in runs),
-        collectives=round(fmean(run.collectives for run in runs)),
-    )
+    varying = ("seconds", "device", "nbytes", "node_bytes", "waited", "collectives")
+    means = {name: fmean(getattr(run, name) for run in runs) for name in varying}
+    return replace(runs[0], **means | {"collectives": round(means["collectives"])})
 
 
 @dataclass(eq=False)
@@ -85,7 +78,7 @@ class _Run:
         self.decoded, self.end = 0.0, schedule.end
 
     def _forward(self, pace: np.ndarray) -> np.ndarray:
-        """End of each worker's forward pass, which waits for parameters that settle late."""
+        """Of each worker, which waits for parameters that settle late."""
         clock, free, launched = np.zeros(self.workers), 0.0, 0.0
         settles = {message.last: message.settle for message in self.schedule.messages}
         for place in reversed(range(len(self.trace.tensors))):
@@ -98,7 +91,6 @@ class _Run:
         return clock
 
     def _compute(self, place: int) -> None:
-        """Backward and selection of one tensor; afterwards ``ready`` holds when it can be sent."""
         if not self.cluster.device.processors:
             self._decode_arrived()
         self.clock = self.clock + self.backward[:, place]
@@ -126,7 +118,7 @@ class _Run:
             self._compute(place)
 
     def _send(self, message: Message, ready: np.ndarray, not_before: float = 0.0) -> None:
-        """Puts a collective on the link; ``ready`` is when each worker could begin."""
+        """``ready``: when each worker could begin."""
         all_ready = max(float(ready.max()), not_before)
         self.waited += float((ready.max() - ready).mean())
         if all_ready > self.link_free:

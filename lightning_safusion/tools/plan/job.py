@@ -31,8 +31,7 @@ class Job:
         trace: The job.
         cluster: Where it runs.
         density: Share of the elements that is sent, in (0, 1].
-        entry_bytes: Bytes of a sent entry on the wire, position included: 8 for fp32 values with 32-bit positions, 6
-            with 16-bit positions, 4 with bf16 values as well.
+        entry_bytes: Bytes of a sent entry on the wire, position included.
         path: From gradients to means on a device.
         by_update: Elements are compared by how far the optimizer would move them.
         segmented: Selection before fusion in one call per buffer, with a quota for each tensor, as this package does
@@ -144,12 +143,8 @@ class Job:
 
     def group_costs(self, *, sparse: bool = True, dense: bool = False) -> GroupCosts:
         """Numbers for planners whose timeline does not depend on the grouping: selection is part of being ready, and so
-        is decoding, unless its published time is part of the exchange.
-
-        Args:
-            sparse: Whether buffers may take the all-gather.
-            dense: Whether buffers may take the all-reduce, in fp32.
-        """
+        is decoding, unless its published time is part of the exchange. ``sparse`` and ``dense``: buffers may take the
+        all-gather, and the all-reduce in fp32."""
         selects = np.zeros(len(self.numels))
         decode, per_buffer, published = self.decode_cost, 0.0, self.cluster.device.published
         if sparse:

@@ -1,9 +1,7 @@
-"""Jobs whose models are whole on every worker, or sharded inside of nodes: their rows, their words, and the exchange of
-a worker that has a shard.
+"""Jobs whose models are whole on every worker, or sharded inside of nodes: their rows, and their words.
 
 FSDP2 shards a model among the workers of a node, and adds up gradients there as part of the backward pass. What is left
-is an exchange between the workers that have the same shard, one of each node; as many groups of them as there are
-workers in a node share its card.
+is an exchange between the workers that have the same shard, one of each node; all groups of them share the cards.
 """
 
 from __future__ import annotations
@@ -39,14 +37,7 @@ class Models:
     cautions: tuple[str, ...] = ()
 
     def row(self, name: str) -> SimulatedRow:
-        """Reads one row.
-
-        Args:
-            name: As of :func:`~lightning_safusion.tools.plan.rows.simulated_row`.
-
-        Raises:
-            ValueError: If there is no such row, or none of these models.
-        """
+        """Reads one row; a ValueError names one that there is not, or not of these models."""
         row = simulated_row(name)
         if reason := _unlike_sharded(row) if self is SHARDED else _unlike_whole(row):
             raise ValueError(f"row {name!r} {reason}")
@@ -100,7 +91,6 @@ SHARDED = Models(
 
 
 def models_of(job: Job) -> Models:
-    """Those of a job."""
     return WHOLE if job.cluster.shards is None else SHARDED
 
 

@@ -8,19 +8,16 @@ from functools import cache, partial
 
 import numpy as np
 
-from lightning_safusion.comm.cost import LinearCost
+from lightning_safusion.comm.cost import LinearCost, log2_ceil
 from lightning_safusion.fusion.plans.per_tensor import HiPress, Iteration, Option, choose_options, compresses
 from lightning_safusion.fusion.plans.selective import SelectiveChoice, choose_offloaded, choose_selective
 from lightning_safusion.tools.plan.engine import simulate
 from lightning_safusion.tools.plan.job import Job, line
 from lightning_safusion.tools.plan.schedule import Message, Schedule
 
-# Parts of one compressed gradient that are tried.
-_PARTS = (1, 2, 4, 8)
-# SSFusion cuts the tensors into this many buffers, and one for the rest.
-_SSFUSION_BUFFERS = 20
-# Launch of a decoding kernel.
-_KERNEL = 5e-6
+_PARTS = (1, 2, 4, 8)  # of one compressed gradient, that are tried
+_SSFUSION_BUFFERS = 20  # into which tensors are cut, and one for the rest
+_KERNEL = 5e-6  # seconds: launch of a decoding kernel
 
 
 def adtopk(job: Job) -> Schedule:
@@ -58,12 +55,11 @@ def hipress(job: Job) -> Schedule:
 
 
 def _primitives(job: Job) -> tuple[LinearCost, LinearCost, LinearCost]:
-    """The way to a server, encoding and decoding of HiPress with the cluster's numbers, per fp32 element."""
+    """The way to a server, encoding and decoding, per fp32 element."""
     cluster = job.cluster
     link, sharing = (cluster.share, cluster.gpus_per_node) if cluster.nodes > 1 else (cluster.intra, 1)
     element = 4.0 * link.beta * sharing
-    rounds, others = (cluster.workers - 1).bit_length(), cluster.workers - 1
-    server = LinearCost(link.launch + rounds * link.alpha, others * element)
+    server = LinearCost(link.launch + log2_ceil(cluster.workers) * link.alpha, (cluster.workers - 1) * element)
     each = line(lambda nbytes: job.decode_seconds(job.span_of_bytes(nbytes), 1))
     decode = LinearCost(max(_KERNEL, each.fixed), 4.0 * each.per_byte)
     encode = LinearCost(job.select_cost.fixed, job.select_cost.per_element)
@@ -125,8 +121,7 @@ def ssfusion(job: Job, offload: bool, interleaved: bool) -> Schedule:
     Args:
         job: The job.
         offload: Select on the host whenever it is free (SSFusion-O).
-        interleaved: Dense tensors by all-reduce, the others by all-gather (SSFusion-I); else all of them in one
-            all-gather.
+        interleaved: Dense tensors by all-reduce (SSFusion-I); else all in one all-gather.
     """
     total = len(job.numels)
     size = max(1, total // _SSFUSION_BUFFERS)

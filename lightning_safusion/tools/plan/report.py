@@ -137,7 +137,7 @@ def run_plan(
 
 @dataclass(frozen=True)
 class _Answer:
-    """What was found, as JSON has it: rows of the cluster, and of the sweep over ``swept``; sentences; settings."""
+    """What was found, as JSON has it."""
 
     systems: list[PlanRow]
     swept: list[str]
@@ -180,7 +180,7 @@ def _print(answer: _Answer, models: Models, title: str, sources: Sequence[str]) 
 
 
 def _sources(job: Job, trace: Trace, device: str | None, costs: Calibration | None) -> list[str]:
-    """Where the times are from; ``device``: as it was given."""
+    """``device``: as it was given."""
     sharded, processors = models_of(job) is SHARDED, costs is not None and costs.select is not None
     inside = " What FSDP2 exchanges inside of nodes counts as part of them." if sharded else ""
     said = [f"Times of the trace: {trace.source or 'not stated'}.{inside} Predictions, not measurements."]
@@ -188,7 +188,11 @@ def _sources(job: Job, trace: Trace, device: str | None, costs: Calibration | No
         each = " Each worker counts as a node: these are costs between two workers." * (processors and not sharded)
         said.append(f"Costs: {costs.source}.{each}")
     if not processors:
-        said.append(f"Device: {job.cluster.device.described}; its work is counted.{_guessed(device, costs)}")
+        guessed = ""
+        if device is None and costs is not None:
+            unknown = " The calibration names none that is known: give --device."
+            guessed = " It is the calibration's." if costs.device else unknown
+        said.append(f"Device: {job.cluster.device.described}; its work is counted.{guessed}")
     return said
 
 
@@ -218,7 +222,7 @@ def _names(systems: str | list[str] | None, models: Models) -> list[str]:
 def _placed(
     nodes: int | None, gpus_per_node: int | None, costs: Calibration | None, file: str | None, sharded: bool
 ) -> tuple[int, int, str]:
-    """Nodes and workers on each, as given or else those of the calibration; and which of them are the calibration's."""
+    """Nodes and workers on each, as given or else those of the calibration; and which are the calibration's."""
     known: tuple[int, int] | None = (_NODES, _PER_NODE)
     if costs is not None:
         known = costs.machines if sharded else costs.placed
@@ -229,13 +233,6 @@ def _placed(
     origin = f" ({' and '.join(taken)} as in {file})" if taken and costs is not None else ""
     all_nodes, in_each = known or (0, 0)
     return all_nodes if nodes is None else nodes, in_each if gpus_per_node is None else gpus_per_node, origin
-
-
-def _guessed(device: str | None, costs: Calibration | None) -> str:
-    """Says it where nobody has said which device the workers have."""
-    if device is not None or costs is None:
-        return ""
-    return " It is the calibration's." if costs.device else " The calibration names none that is known: give --device."
 
 
 def parse_sweep(text: str) -> dict[str, list[str]]:

@@ -1,7 +1,5 @@
-"""Rows of a prediction, systems with options as in ``saf-pooled[collective=sharded,density=0.1]``.
-
-Options are arguments of the strategy, and become the settings that it would have, so that both refuse the same.
-"""
+"""Rows of a prediction, systems with options as in ``saf-pooled[collective=sharded,density=0.1]``: arguments of the
+strategy, which become the settings that it would have, so that both refuse the same."""
 
 from __future__ import annotations
 
@@ -77,10 +75,7 @@ class SimulatedRow:
 
 @cache
 def simulated_row(name: str) -> SimulatedRow:
-    """Reads one row.
-
-    Args:
-        name: Such as ``"safusion[collective=hierarchical]"``; a system, or one of :data:`SHARDED_ROWS`.
+    """Reads one row: a system or one of :data:`SHARDED_ROWS`, with options.
 
     Raises:
         ValueError: If there is no such system or option, an option cannot have its value, the strategy would refuse it,

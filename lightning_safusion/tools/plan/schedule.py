@@ -41,9 +41,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Timer:
-    """Tensors that are ready on all workers at a tick of the clock are fused and sent (Horovod).
-
-    One background thread agrees, fuses and waits for the exchange; the next tick comes after that.
+    """Tensors that are ready on all workers at a tick of the clock are fused and sent (Horovod), by a thread that waits
+    for the exchange; the next tick comes after that.
 
     Args:
         message: ``places -> message`` of the tensors at those places.

@@ -1,8 +1,5 @@
-"""The published systems on the clock: the schedule of an iteration under each system, from its row.
-
-Most are planned by their own policy. All of them run on the same engine and the same wire, so that only the idea
-differs.
-"""
+"""The published systems on the clock: the schedule of an iteration, from a system's row. All have the same engine and
+wire, so that only the idea differs."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from lightning_safusion.baselines.hooks import POWERSGD_RANKS
 from lightning_safusion.comm.catalogue import Collective, find_collective
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
+from lightning_safusion.comm.cost import log2_ceil
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.fusion.plans.costs import DDP_BUCKET, DDP_FIRST_BUCKET, ddp_buckets
@@ -58,15 +56,7 @@ def run_system(name: str, job: Job, iterations: int = 20) -> Iteration:
 
 
 def build_schedule(name: str, job: Job) -> Schedule:
-    """The iteration of a job under one system.
-
-    Args:
-        name: Of the system, with options as :func:`~lightning_safusion.tools.plan.rows.simulated_row` reads them.
-        job: The job; a row may have another density.
-
-    Raises:
-        ValueError: If there is no such row.
-    """
+    """The iteration of a job under a row, see :func:`~lightning_safusion.tools.plan.rows.simulated_row`."""
     row = simulated_row(name)
     if isinstance(row.parts.system, HookSystem):
         return replace(_HOOKS[row.parts.system.ddp_hook](job), engine=False)
@@ -95,7 +85,6 @@ def _engine_schedule(settings: EngineSettings, job: Job) -> Schedule:
 
 
 def _of_row(row: SimulatedRow, job: Job) -> Job:
-    """The job with the density, the dense tensors, the wire format and the way through a device of a row."""
     settings, density = row.parts.settings, row.options.get("density", job.density)
     numel = min(int(job.numels.sum()), _CODEC_ELEMENTS)
     entries = max(1, int(numel * density))
@@ -125,11 +114,9 @@ def _path_of(settings: EngineSettings, job: Job, codec: Codec) -> Path:
 
 
 def _collective_of(settings: EngineSettings, job: Job) -> Collective:
-    """What carries the buffers of so many workers, as the strategy chooses it."""
-    if job.cluster.device.processors:
-        return settings.collective_over(job.cluster.workers)
-    gather = line(lambda message: job.cluster.allgather(message).seconds)
-    return settings.collective_over(job.cluster.workers, gather, float(job.sparse_bytes.sum()))
+    """As the strategy chooses it."""
+    costs = line(lambda message: job.cluster.allgather(message).seconds), float(job.sparse_bytes.sum())
+    return settings.collective_over(job.cluster.workers, *(() if job.cluster.device.processors else costs))
 
 
 def _buckets(job: Job, first: float = DDP_FIRST_BUCKET) -> list[range]:
@@ -143,11 +130,11 @@ def _ddp(job: Job, width: int) -> Schedule:
 
 
 def _powersgd(job: Job, rank: int) -> Schedule:
-    """PowerSGD in DDP's buckets: two all-reduces of factors and one of the rest, in sequence."""
     return Schedule([_factors(job, places, rank) for places in _buckets(job)])
 
 
 def _factors(job: Job, places: range, rank: int) -> Message:
+    """Of one of DDP's buckets: two all-reduces of factors and one of the rest, in sequence."""
     first = second = rest = seconds = 0.0
     for place in places:
         shape, numel = job.trace.tensors[place].shape, float(job.numels[place])
@@ -183,8 +170,8 @@ def _horovod(job: Job, sparse: bool) -> Schedule:
     """Every tensor is selected from at its hook; tensors that are ready everywhere at a tick are fused."""
     if not sparse:
         return Schedule(Timer(job.dense_message, job.dense_bytes.tolist(), Horovod()))
-    message, nbytes = partial(job.sparse_message, select=False), (job.sparse_bytes * job.cluster.workers).tolist()
-    return Schedule(Timer(message, nbytes, Horovod()), job.selects.tolist())
+    gathered = (job.sparse_bytes * job.cluster.workers).tolist()
+    return Schedule(Timer(partial(job.sparse_message, select=False), gathered, Horovod()), job.selects.tolist())
 
 
 def _cupcake(job: Job) -> Schedule:
@@ -196,17 +183,13 @@ def _cupcake(job: Job) -> Schedule:
     return job.schedule(Plan.from_stops(search.stops), behind=True)
 
 
-def _one_buffer(job: Job, cost: CollectiveCost, messages: int, extra: float = 0.0) -> Schedule:
-    """All tensors in one message; selection runs when backward has ended."""
+def _one_buffer(job: Job, cost: CollectiveCost, messages: int, between: float = 0.0) -> Schedule:
     places = range(len(job.numels))
-    select = job.select_seconds(places)
-    return Schedule([job.decoded(places, cost, job.span_of(places), messages, select, extra)])
+    return Schedule([job.decoded(places, cost, job.span_of(places), messages, job.select_seconds(places), between)])
 
 
 def _gtopk(job: Job) -> Schedule:
-    kept = float(job.entries.sum())
-    rounds = (job.cluster.workers - 1).bit_length()
-    merging = rounds * float(job.select_cost(2 * kept))
+    merging = log2_ceil(job.cluster.workers) * float(job.select_cost(2 * float(job.entries.sum())))
     return _one_buffer(job, job.cluster.gtopk(float(job.sparse_bytes.sum())), 1, merging)
 
 
