@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from lightning_safusion.comm.catalogue import BYTES_ALONE, SHARDED_FROM, shards_pay
 from lightning_safusion.sparsify.schedule import SuitedDensity
@@ -14,66 +13,52 @@ _SOURCE = "docs/convergence.md"
 COMPARE = "Compare with dense training before a long run: a hundred steps or more, three seeds of each."
 #: By optimizer and density: how training with the default ended beside dense training, on small networks.
 #: Losses: above is worse. Points of accuracy: above is better.
-_ADAM: Mapping[float, str] = MappingProxyType(
-    {
-        0.1: "between 3.6 % below and 0.2 % above dense training's loss",
-        0.05: "between 5.3 % below and 0.6 % above dense training's loss",
-        0.02: "at most 1.9 % above dense training's loss, and level or below on average, from a hundred steps on",
-        0.01: "between 5.1 % below and 0.6 % above dense training's loss",
-        0.005: "1.0 % above dense training's loss",
-        0.002: "5.7 % above dense training's loss",
-    }
-)
-_MEASURED: Mapping[str, Mapping[float, str]] = MappingProxyType(
-    {
-        "Adam": _ADAM,
-        "AdamW": _ADAM,
-        "SGD": {
-            0.1: "within a point of dense training's accuracy on images, 0.4 % above its loss on an LSTM",
-            0.05: "within a point of dense training's accuracy on images, 2.8 % above its loss on an LSTM",
-            0.02: "0.6 points above dense training's accuracy on images; an LSTM lost more the less was sent",
-            0.01: "within a point of dense training's accuracy on images, 5.4 % above its loss on an LSTM",
-            0.002: "up to half a point below dense training's accuracy on images; an LSTM lost more the less was sent",
-        },
-        "NAdam": {0.1: "level (0.2 % below)", 0.05: "level (0.2 % below)", 0.02: "0.6 % above dense training's loss"},
-        "RAdam": {0.1: "level (0.2 % below)", 0.05: "level (0.1 % below)", 0.02: "0.7 % above"},
-        "RMSprop": {0.1: "level (0.4 % below)", 0.05: "level (0.4 % below)", 0.02: "0.8 % above"},
-        "Adagrad": {0.1: "0.5 % above dense training's loss", 0.05: "level", 0.02: "0.8 % above"},
-        "Adafactor": {0.1: "2.0 % below dense training's loss", 0.05: "2.3 % below", 0.02: "level (0.4 % below)"},
-        "schedule-free": {0.1: "level (0.3 % above)", 0.05: "1.4 % above dense training's loss", 0.02: "5.6 % above"},
-        "Lion": {0.25: "level (0.1 % above)", 0.1: "2.2 % above dense training's loss", 0.05: "5 %", 0.02: "9.7 %"},
-        "Muon": {0.72: "level (0.5 % above)", 0.25: "1.1 % above dense training's loss"},
-    }
-)
-_HOOKS: Mapping[str, str] = MappingProxyType(
-    {
-        "ddp-bf16": "DDP in bf16 rounds gradients before they are added up; its accuracy was not measured here",
-        "ddp-fp16": "DDP in fp16 rounds gradients before they are added up; its accuracy was not measured here",
-        "powersgd": "PowerSGD of rank 1 ended 36 % above dense training's loss on a small transformer with AdamW",
-        "powersgd-rank4": "PowerSGD of rank 4 ended 16 % above dense training's loss on a small transformer with AdamW",
-    }
-)
+_ADAM: Mapping[float, str] = {
+    0.1: "between 3.6 % below and 0.2 % above dense training's loss",
+    0.05: "between 5.3 % below and 0.6 % above dense training's loss",
+    0.02: "at most 1.9 % above dense training's loss, and level or below on average, from a hundred steps on",
+    0.01: "between 5.1 % below and 0.6 % above dense training's loss",
+    0.005: "1.0 % above dense training's loss",
+    0.002: "5.7 % above dense training's loss",
+}
+_MEASURED: Mapping[str, Mapping[float, str]] = {
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "SGD": {
+        0.1: "within a point of dense training's accuracy on images, 0.4 % above its loss on an LSTM",
+        0.05: "within a point of dense training's accuracy on images, 2.8 % above its loss on an LSTM",
+        0.02: "0.6 points above dense training's accuracy on images; an LSTM lost more the less was sent",
+        0.01: "within a point of dense training's accuracy on images, 5.4 % above its loss on an LSTM",
+        0.002: "up to half a point below dense training's accuracy on images; an LSTM lost more the less was sent",
+    },
+    "NAdam": {0.1: "level (0.2 % below)", 0.05: "level (0.2 % below)", 0.02: "0.6 % above dense training's loss"},
+    "RAdam": {0.1: "level (0.2 % below)", 0.05: "level (0.1 % below)", 0.02: "0.7 % above"},
+    "RMSprop": {0.1: "level (0.4 % below)", 0.05: "level (0.4 % below)", 0.02: "0.8 % above"},
+    "Adagrad": {0.1: "0.5 % above dense training's loss", 0.05: "level", 0.02: "0.8 % above"},
+    "Adafactor": {0.1: "2.0 % below dense training's loss", 0.05: "2.3 % below", 0.02: "level (0.4 % below)"},
+    "schedule-free": {0.1: "level (0.3 % above)", 0.05: "1.4 % above dense training's loss", 0.02: "5.6 % above"},
+    "Lion": {0.25: "level (0.1 % above)", 0.1: "2.2 % above dense training's loss", 0.05: "5 %", 0.02: "9.7 %"},
+    "Muon": {0.72: "level (0.5 % above)", 0.25: "1.1 % above dense training's loss"},
+}
+_HOOKS: Mapping[str, str] = {
+    "ddp-bf16": "DDP in bf16 rounds gradients before they are added up; its accuracy was not measured here",
+    "ddp-fp16": "DDP in fp16 rounds gradients before they are added up; its accuracy was not measured here",
+    "powersgd": "PowerSGD of rank 1 ended 36 % above dense training's loss on a small transformer with AdamW",
+    "powersgd-rank4": "PowerSGD of rank 4 ended 16 % above dense training's loss on a small transformer with AdamW",
+}
 #: Densities of ``density=None``, where they are not that of Adam's kind.
-_DENSITIES: Mapping[str, float] = MappingProxyType(
-    {
-        "SGD": SuitedDensity.PLAIN,
-        "schedule-free": SuitedDensity.PLAIN,
-        "RAdam": SuitedDensity.RECTIFIED,
-        "Lion": SuitedDensity.CAUTIOUS,
-        "Muon": SuitedDensity.ESTIMATED,
-    }
-)
+_DENSITIES: Mapping[str, float] = {
+    "SGD": SuitedDensity.PLAIN,
+    "schedule-free": SuitedDensity.PLAIN,
+    "RAdam": SuitedDensity.RECTIFIED,
+    "Lion": SuitedDensity.CAUTIOUS,
+    "Muon": SuitedDensity.ESTIMATED,
+}
 
 
 def default_density(optimizer: str) -> float:
-    """The density that ``SAFusionStrategy()`` takes with an optimizer of which something is known.
-
-    Args:
-        optimizer: Name of its class; schedule-free ones begin with that word.
-
-    Raises:
-        ValueError: If nothing is known of it.
-    """
+    """The density that ``SAFusionStrategy()`` takes with an optimizer, by the name of its class, or "schedule-free" for
+    those of schedulefree; a ValueError says that nothing is known of it."""
     name = _kind(optimizer)
     if name not in _MEASURED:
         known = ", ".join(_MEASURED)
@@ -114,7 +99,7 @@ def known_accuracy(
     Args:
         system: Its name.
         density: Share of the elements that is sent in the long run; None where there is none.
-        optimizers: Names of their classes; schedule-free ones begin with that word.
+        optimizers: Named as for :func:`default_density`.
         cautions: What the strategy itself warns of.
         workers: That train.
     """

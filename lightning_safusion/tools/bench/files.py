@@ -70,14 +70,8 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_strategy(content: Mapping[str, Any], strategy: Mapping[str, Any] | None) -> str:
-    """A user's file with another strategy, as YAML; the section of the trainer alone where there is no file.
-
-    Of the user's own strategy the arguments of DDPStrategy stay (its timeout, plugins), without those of a hook.
-
-    Args:
-        content: Of the file.
-        strategy: ``class_path`` and ``init_args``; None leaves the user's own.
-    """
+    """A user's file with another strategy (None leaves the user's own), as YAML; the section of the trainer alone where
+    there is no file. Of the user's own strategy the arguments of DDPStrategy stay, without those of a hook."""
     copy: dict[str, Any] = json.loads(json.dumps(content, default=str))
     inner = copy["fit"] if isinstance(copy.get("fit"), dict) else copy
     trainer = inner["trainer"] = dict(inner.get("trainer") or {})

@@ -73,9 +73,8 @@ class _CostRecorder(Callback):
         self._windows = 0
 
     def observe(self, events: WindowEvents) -> None:
-        """Adds a window, but for the first: it sets up communicators."""
         self._windows += 1
-        if self._windows == 1:
+        if self._windows == 1:  # it sets up communicators
             return
         self._recorder = self._recorder or ProfileRecorder(len(events.layout))
         self._recorder.record(events)
@@ -108,7 +107,7 @@ def record(
     accumulated: int,
     tick: Callable[[], None],
 ) -> Recorded | None:
-    """Records a job, its trace and its costs. Collective.
+    """Records a job, its trace and its costs; None on all processes but the first. Collective.
 
     Args:
         bench: The job.
@@ -117,9 +116,6 @@ def record(
         place: Machines, and workers on each.
         accumulated: Batches of a step.
         tick: Called after every step.
-
-    Returns:
-        What was recorded on the first process; None on others.
     """
     recorder, costs = TraceRecorder(None, _TRACED, _SKIPPED), _CostRecorder()
     steps = _SKIPPED + _TRACED + 2
@@ -178,13 +174,7 @@ def simulated_as(row: str) -> str | None:
 def turning_point(
     recorded: Recorded, system: str, density: float | None, baseline: str
 ) -> tuple[float | None, float | None]:
-    """Up to which bandwidth of a node's link a system is faster than another one, by simulation.
-
-    Args:
-        recorded: The job.
-        system: As :func:`simulated_as` has it.
-        density: Of the system; None: it has none.
-        baseline: Name of the other one.
+    """Up to which bandwidth of a node's link a system (see :func:`simulated_as`) is faster than another one.
 
     Returns:
         Bits per second, None where the system is faster at no bandwidth (infinite where it is at all); and what the

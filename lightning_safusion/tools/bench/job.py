@@ -72,7 +72,7 @@ class _Base(LightningCLI):
 
 
 class _CLI(LightningCLI):
-    """Parses a file as ``fit`` would, and builds its classes when it is told to; never runs a trainer."""
+    """Parses a file as ``fit`` would, and builds its classes when it is ``ready``; never runs a trainer."""
 
     def __init__(self, keep_callbacks: Sequence[str]) -> None:
         self.ready = False
@@ -89,7 +89,6 @@ class _CLI(LightningCLI):
 
     @property
     def settings(self) -> Any:
-        """What was parsed, below ``fit``."""
         return self.config["fit"]
 
     def before_instantiate_classes(self) -> None:
@@ -112,7 +111,7 @@ class _CLI(LightningCLI):
             super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """None: a trainer is made for every turn."""
+        """A trainer is made for every turn."""
 
 
 @dataclass
@@ -154,11 +153,9 @@ class Job:
     def ddp_options(self) -> dict[str, Any]:
         """Arguments of the strategy that hold for every row: those of the user's, without its hook."""
         strategy = self.strategy
-        options: dict[str, Any]
-        if isinstance(strategy, SAFusionModelParallelStrategy):
-            options = dict(strategy.sizes)
-        else:
-            options = dict(strategy._ddp_kwargs)
+        options: dict[str, Any] = dict(
+            strategy.sizes if isinstance(strategy, SAFusionModelParallelStrategy) else strategy._ddp_kwargs
+        )
         if strategy._process_group_backend is not None:
             options["process_group_backend"] = strategy._process_group_backend
         if isinstance(strategy._timeout, timedelta):
@@ -167,12 +164,7 @@ class Job:
 
 
 def parse_job(options: JobOptions) -> Job:
-    """Reads the file and finds the classes; builds nothing.
-
-    Raises:
-        ValueError: If a class is none, or the strategy is none of DDP's.
-        SystemExit: With 2, if the file does not fit the classes (jsonargparse says why).
-    """
+    """Reads the file and finds the classes; builds nothing."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python script.py` would find them
     model = _class(options.model, LightningModule, "model")
@@ -215,7 +207,6 @@ def _group_options(strategy: Any) -> dict[str, Any]:
 
 
 def _user_strategy(given: str | Strategy | None) -> DDPStrategy | SAFusionModelParallelStrategy:
-    """The strategy that a trainer was given; refuses one that is none of DDP's, nor of a sharded model."""
     made: Any = given
     if given is None or given == "auto":
         made = DDPStrategy()

@@ -30,12 +30,8 @@ _PATIENCE = 5.0  # seconds in which this process may say itself what has failed 
 
 
 def counted(arguments: Mapping[str, Any], workers: int | None) -> dict[str, Any]:
-    """The trainer's arguments with as many devices as a launcher has started processes, where they do not say it.
-
-    Args:
-        arguments: Of the trainer.
-        workers: Processes on each machine; None: as the arguments say.
-    """
+    """The trainer's arguments with as many devices as ``workers`` (processes on each machine) says, or else a launcher
+    has started processes, where the arguments do not say it."""
     chosen = dict(arguments)
     if workers is not None:
         chosen["devices"] = workers
@@ -52,7 +48,7 @@ def counted(arguments: Mapping[str, Any], workers: int | None) -> dict[str, Any]
 
 
 def _check(trainer: Trainer, starts: bool) -> None:
-    """Refuses a job that cannot be measured; ``starts``: the processes beside this one are to be started here."""
+    """``starts``: the processes beside this one are to be started here."""
     if trainer.world_size < 2:
         raise ValueError(
             "there is one worker, and nothing to exchange: set devices or num_nodes in the trainer's section, give "
@@ -77,10 +73,6 @@ def _check(trainer: Trainer, starts: bool) -> None:
 def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[None]:
     """Starts the other processes of this machine if nothing else does, and ends them with the context.
 
-    Args:
-        arguments: Of the trainer.
-        options: Of the command.
-
     Raises:
         ValueError: If there is one worker only, or processes are missing that this one cannot start.
     """
@@ -93,15 +85,13 @@ def processes(arguments: Mapping[str, Any], options: JobOptions) -> Iterator[Non
         yield
         return
     count = strategy.num_processes
-    os.environ.update(
-        {
-            "MASTER_ADDR": environment.main_address,
-            "MASTER_PORT": str(environment.main_port),
-            "NODE_RANK": str(environment.node_rank()),
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(trainer.world_size),
-        }
-    )
+    os.environ |= {
+        "MASTER_ADDR": environment.main_address,
+        "MASTER_PORT": str(environment.main_port),
+        "NODE_RANK": str(environment.node_rank()),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(trainer.world_size),
+    }
     del trainer, strategy, environment
     logs = Path(options.output, "logs")
     started = [_start(rank, options, logs / f"process-{rank}.log") for rank in range(1, count)]
@@ -136,7 +126,7 @@ def _start(rank: int, options: JobOptions, log: Path) -> subprocess.Popen[bytes]
 
 
 def _watch(started: Sequence[subprocess.Popen[bytes]], ending: threading.Event, logs: Path) -> None:
-    """Ends everything if a process dies: the others would wait for it."""
+    """The others would wait for a process that has died."""
     while not ending.wait(0.5):
         for rank, process in enumerate(started, 1):
             if process.poll() not in (None, 0) and not ending.wait(_PATIENCE):

@@ -127,7 +127,7 @@ def write(
 
 
 def table_of(figures: Sequence[SystemFigures], conditions: JobConditions) -> Table:
-    """One line per row, in the order given."""
+    """A line for each row."""
     dense = conditions.named("ddp")
     ddp = next(row for row in figures if row.system == dense)
     table = plain_table(
@@ -172,7 +172,6 @@ def _verdict(figures: Sequence[SystemFigures], turns: Rounds, recorded: Recorded
 
 
 def _steps(turns: Rounds) -> Iterator[list[Any]]:
-    """One line for each row, round and step."""
     for row, rounds in turns.items():
         for number, ranks in enumerate(rounds, 1):
             columns = zip(*(rank.steps for rank in ranks), strict=True), zip(*(r.loading for r in ranks), strict=True)

@@ -52,10 +52,8 @@ ALWAYS = (FLOOR, IN_STEP, "ddp")
 #: Rows that are compared where none are named.
 ROWS = ("ddp-bf16", "powersgd", DEFAULT, f"{DEFAULT}[density=0.02]", f"{DEFAULT}[density=0.1]")
 # Steps before those that count, in every turn: DDP makes its buckets anew after the first, sparse systems predict their
-# thresholds after some, PowerSGD sends ten dense.
-_SETTLING, _POWERSGD = 4, 12
-# The same in the first turn of a row without an engine: memory, caches and processes that load data settle as well.
-_FIRST = 12
+# thresholds after some, PowerSGD sends ten dense; in the first turn of a row memory, caches and loaders settle as well.
+_SETTLING, _POWERSGD, _FIRST = 4, 12, 12
 _ONCE = 2.0  # seconds: torchrun passes on what the terminal has sent to this process as well
 _TIMEOUT = timedelta(minutes=30)  # Lightning's own
 
@@ -116,12 +114,7 @@ def run_bench(
 
 
 def run_own(options: JobOptions) -> None:
-    """Measures a user's own job, on the processes of this launch.
-
-    Raises:
-        ValueError: If something that was given makes no sense.
-        RuntimeError: If DDP itself cannot train the job; says why.
-    """
+    """The same, by its options."""
     rows = checked_rows(options)
     logs = Path(options.output, "logs")
     logs.mkdir(parents=True, exist_ok=True)
@@ -284,12 +277,11 @@ class _Run:
         return told
 
     def _warmup(self, row: str) -> int:
-        first = row not in self.trained
         if row.startswith("powersgd"):
             return _POWERSGD
-        if row in REFERENCE_STRATEGIES or row.startswith("ddp"):
-            return _FIRST if first else _SETTLING
-        return self.options.warmup if first else _SETTLING
+        if row in self.trained:
+            return _SETTLING
+        return _FIRST if row in REFERENCE_STRATEGIES or row.startswith("ddp") else self.options.warmup
 
     def _strategy(self, row: str) -> Any:
         options, sharded = self.job.ddp_options, self.job.sharded

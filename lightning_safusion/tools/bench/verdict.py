@@ -41,11 +41,8 @@ class Verdict:
 
 
 def decide(figures: Sequence[SystemFigures], rounds: Rounds) -> tuple[SystemFigures, SystemFigures]:
-    """The row to take, and that of the user.
-
-    Among rows that are about as fast (3 %) the plainest is taken: the user's own, DDP in bf16, the default, others. A
-    row must be faster in nearly all rounds.
-    """
+    """The row to take, and that of the user. Among rows that are about as fast (3 %) the plainest is taken: the user's
+    own, DDP in bf16, the default, others. A row must be faster in nearly all rounds."""
     known = {each.system: each for each in figures}
     baseline = known.get(YOURS) or known["ddp"]
     others = [each for each in figures if each.system not in (FLOOR, IN_STEP, baseline.system, *_APPROXIMATE)]
@@ -77,8 +74,8 @@ def judge(
     figures: Sequence[SystemFigures],
     rounds: Rounds,
     point: tuple[float | None, float | None] | None,
-    compared: str | None = None,
-    rival: str | None = None,
+    compared: str,
+    rival: str,
 ) -> Verdict:
     """The answer in plain words.
 
@@ -87,7 +84,7 @@ def judge(
         rounds: What they were made of.
         point: See :func:`~lightning_safusion.tools.bench.forecast.turning_point`; None if nothing was simulated.
         compared: The sparse row that was simulated.
-        rival: The dense one; None for the user's.
+        rival: The dense one.
     """
     best, baseline = decide(figures, rounds)
     known = {each.system: each for each in figures}
@@ -116,14 +113,13 @@ def judge(
     if not stays and best.peak_bytes and baseline.peak_bytes:
         said.append(_memory(best, baseline))
     said += _approximate(known, best)
-    said += _bandwidth(point, best.system if not stays else compared, rival or baseline.system, stays)
+    said += _bandwidth(point, best.system if not stays else compared, rival, stays)
     said.append(_accuracy(best.system, rounds))
     said += _loading(rounds[baseline.system], baseline.step_s - floor)
     return Verdict(best.system, baseline.system, tuple(said))
 
 
 def _beside(narrow: SystemFigures | None, best: SystemFigures, baseline: SystemFigures) -> str:
-    """How it compares with DDP in 16 bits, if that is a row and faster than the user's."""
     if narrow is None or narrow is best or narrow.step_s >= baseline.step_s:
         return ""
     return f", {narrow.step_s / best.step_s:.2f} times as fast as {narrow.system}"
@@ -139,9 +135,7 @@ def _doubts(floor: float, baseline: SystemFigures, count: int) -> list[str]:
 
 
 def _slow_worker(turns: Sequence[Sequence[Turned]]) -> list[str]:
-    """Which worker the others wait for, by steps without any exchange, and batches with which they would not."""
-    if not turns:
-        return []
+    """By steps without any exchange."""
     own = [median(seconds for each in ranks for seconds in each.steps[1:]) for ranks in zip(*turns, strict=True)]
     slow = slow_rank(own)
     if slow is None:
@@ -164,14 +158,11 @@ def _memory(best: SystemFigures, baseline: SystemFigures) -> str:
 
 def _approximate(known: Mapping[str, SystemFigures], best: SystemFigures) -> list[str]:
     rows = [known[name] for name in _APPROXIMATE if name in known]
-    faster = [row for row in rows if row.step_s < (1 - WORTH) * best.step_s]
-    return [faster_row(row.system, _ms(row.step_s)) for row in faster]
+    return [faster_row(row.system, _ms(row.step_s)) for row in rows if row.step_s < (1 - WORTH) * best.step_s]
 
 
-def _bandwidth(
-    point: tuple[float | None, float | None] | None, row: str | None, baseline: str, stays: bool
-) -> list[str]:
-    if point is None or row is None:
+def _bandwidth(point: tuple[float | None, float | None] | None, row: str, baseline: str, stays: bool) -> list[str]:
+    if point is None:
         return []
     turning, carried = point
     here = "" if carried is None else f" (collectives carry about {rate_in_words(carried)} here)"
@@ -186,15 +177,13 @@ def _bandwidth(
 
 
 def _accuracy(row: str, rounds: Rounds) -> str:
-    turned = rounds[row][-1][0]
     if row in ("ddp", YOURS):
         return "Accuracy stays that of plain DDP." if row == "ddp" else "Accuracy stays as it is."
-    parsed = parse_row(row)
+    ranks, parsed = rounds[row][-1], parse_row(row)
     # measurements are of the default, at several densities
-    changed = any(name not in _NEUTRAL for name in parsed.options)
-    system = row if changed else parsed.system
-    workers = len(rounds[row][-1])
-    return known_accuracy(system, turned.density, turned.optimizers, turned.cautions, workers)
+    system = parsed.system if set(parsed.options) <= set(_NEUTRAL) else row
+    turned = ranks[0]
+    return known_accuracy(system, turned.density, turned.optimizers, turned.cautions, len(ranks))
 
 
 def _loading(turns: Sequence[Sequence[Turned]], exchange: float) -> list[str]:
@@ -212,14 +201,8 @@ def _ms(seconds: float) -> str:
 def best_strategy(
     verdict: Verdict, options: Mapping[str, Any], failed: bool = False, sharded: bool = False
 ) -> dict[str, Any] | None:
-    """The strategy of a verdict as LightningCLI writes it; None where the user's own stays.
-
-    Args:
-        verdict: The answer.
-        options: Of DDPStrategy, or the sizes of a mesh, from the user's own.
-        failed: The user's own has failed.
-        sharded: The model is sharded inside of replicas.
-    """
+    """The strategy of a verdict as LightningCLI writes it; None where the user's own stays, unless it has ``failed``.
+    ``options``: of DDPStrategy, or the sizes of a mesh, from the user's own."""
     if verdict.row == verdict.baseline and not failed:
         return None
     plain = {name: value for name, value in options.items() if isinstance(value, str | int | float | bool)}

@@ -51,8 +51,8 @@ def decided(given: dict[str, list[list[Turned]]]) -> tuple[str, str]:
     return best.system, baseline.system
 
 
-def said(given: dict[str, list[list[Turned]]], point: Any = None, compared: str | None = DEFAULT) -> Verdict:
-    return judge(summarize(given), given, point, compared)
+def said(given: dict[str, list[list[Turned]]], point: Any = None, rival: str = "ddp") -> Verdict:
+    return judge(summarize(given), given, point, DEFAULT, rival)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_memory_that_does_not_differ_is_not_called_less(peak: int) -> None:
 
 def test_the_best_dense_row_is_named_beside_the_users() -> None:
     given = rounds(**{DEFAULT: turns(0.25, 0.25, 0.25), "ddp-bf16": turns(0.5, 0.5, 0.5)})
-    verdict = judge(summarize(given), given, (2.1e9, None), DEFAULT, "ddp-bf16")
+    verdict = said(given, (2.1e9, None), "ddp-bf16")
     assert "4.00 times as fast as ddp (1.00 s), 2.00 times as fast as ddp-bf16." in verdict.sentences[0]
     assert any("above about 2.1 Gbit/s per machine: ddp-bf16 is as fast there" in each for each in verdict.sentences)
 
@@ -144,7 +144,7 @@ def test_doubts_are_said() -> None:
     assert "saf-pooled sends everything" in " ".join(said(given).sentences)
     assert "one round" not in " ".join(said(given).sentences)
     given = {"no-exchange": turns(3.0), "barrier": turns(1.0), "ddp": turns(1.0)}
-    text = " ".join(said(given, compared=None).sentences)
+    text = " ".join(said(given).sentences)
     assert "These times are disturbed" in text
     assert "from one round" in text
 
