@@ -18,7 +18,6 @@ from lightning_safusion.tools.plan.calibration import Calibration, CollectiveSam
 from lightning_safusion.tools.plan.cluster import Cluster
 from lightning_safusion.tools.plan.engine import simulate
 from lightning_safusion.tools.plan.job import Job
-from lightning_safusion.tools.plan.report import run_plan
 from lightning_safusion.tools.plan.schedule import Message, Schedule
 from lightning_safusion.tools.plan.systems import run_system
 
@@ -39,23 +38,8 @@ COSTS = Calibration(
 )
 #: The costs of accelerators.
 ON_DEVICES = replace(COSTS, select=None, decode=None)
+SOME = "ddp,saf-pooled"
 TRACE = Trace("job", tuple(TraceTensor(f"t{i}", (1000, 10), 0.01) for i in range(3)), 0.005, "made up")
-
-
-@pytest.fixture
-def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Runs the planner with a calibration in ``costs.json``, and returns what it prints."""
-
-    def run(costs: Calibration | dict[str, Any], systems: str = "ddp,saf-pooled", **options: Any) -> str:
-        monkeypatch.chdir(tmp_path)
-        if isinstance(costs, Calibration):
-            costs.save("costs.json")
-        else:
-            Path("costs.json").write_text(json.dumps(costs))
-        run_plan(**{"trace": "lstm", "calibration": "costs.json", "systems": systems} | options)
-        return " ".join(capsys.readouterr().out.split())
-
-    return run
 
 
 def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
@@ -123,7 +107,7 @@ def test_decoding_on_processors_waits_for_the_end_of_backward() -> None:
 def test_the_planner_takes_the_file(tmp_path: Path, plan: Callable[..., str]) -> None:
     TRACE.save(tmp_path / "trace.json")
     options = {"trace": "trace.json", "output": "out", "nodes": 4, "gpus_per_node": 1, "density": 0.01}
-    shown = plan(COSTS, "syncea", **options)
+    shown = plan(COSTS, systems="syncea", **options)
     assert "Costs: made up." in shown
     # one buffer of 30 000 elements, of which 300 are sent by each of four workers
     expected = 0.03 + (5e-3 + 9e-4) + (3e-3 + 1800 * 3e-6) + 1200 * 1e-7 + 0.005
@@ -144,14 +128,14 @@ def test_the_planner_takes_the_file(tmp_path: Path, plan: Callable[..., str]) ->
 def test_the_hardware_is_that_of_the_job(
     options: dict[str, Any], title: str, device: str, plan: Callable[..., str]
 ) -> None:
-    printed = plan(replace(ON_DEVICES, nodes=2, per_node=2, device="h100"), **options)
+    printed = plan(replace(ON_DEVICES, nodes=2, per_node=2, device="h100"), systems=SOME, **options)
     assert title in printed
     assert f"Device: {device}" in printed
     assert ("It is the calibration's." in printed) == ("device" not in options)
 
 
 def test_workers_on_processors_count_as_nodes(plan: Callable[..., str]) -> None:
-    printed = plan(replace(COSTS, nodes=2, per_node=2))
+    printed = plan(replace(COSTS, nodes=2, per_node=2), systems=SOME)
     assert "4 x 1 workers (nodes and workers of a node as in" in printed
     assert "Costs: made up. Each worker counts as a node" in printed
 
@@ -162,12 +146,13 @@ def test_files_that_do_not_say_on_how_many_nodes_they_were_made(plan: Callable[.
     given: list[dict[str, Any]] = [{}, {"nodes": 2}]
     for options in given:
         with pytest.raises(ValueError, match=r"costs.json does not say .* 4 workers were: give --nodes and --gpus-per"):
-            plan(old, "ddp", **options)
-    printed = plan(old, nodes=2, gpus_per_node=2)
+            plan(old, systems=SOME, **options)
+    printed = plan(old, systems=SOME, nodes=2, gpus_per_node=2)
     assert "2 x 2 workers at" in printed
     assert "The calibration names none that is known: give --device." in printed
     # on processors each worker counts as a node
-    assert "4 x 1 workers" in plan(old | {name: asdict(COSTS)[name] for name in ("select", "decode")})
+    processors = {name: asdict(COSTS)[name] for name in ("select", "decode")}
+    assert "4 x 1 workers" in plan(old | processors, systems=SOME)
 
 
 def test_costs_of_devices_leave_the_work_to_be_counted(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -69,38 +68,26 @@ def test_shards_of_nodes_bring_no_more_from_many(nodes: int, level: float) -> No
     assert sharded.nbytes == pytest.approx(2 * 7 / 8 * D + sharded.node_bytes / 8)
 
 
+def collectives(cluster: Cluster) -> list[CollectiveCost]:
+    one = [cluster.allreduce(D), cluster.reduce_scatter(D), cluster.allgather(S), cluster.gtopk(S), cluster.oktopk(S)]
+    return [*one, cluster.sharded(S, S), cluster.hierarchical(S, D), cluster.hierarchical_sharded(S, S, D)]
+
+
 def test_one_node_uses_its_own_links_and_no_network_card() -> None:
     node = Cluster(1, 8, LINK, INSIDE)
     assert node.allgather(S).seconds == pytest.approx(1e-4 + 3 * 1e-5 + 7 * S * 1e-11)
-    two_levels = node.hierarchical(S, D), node.hierarchical_sharded(S, S, D)
-    for cost in (node.allreduce(D), node.allgather(S), node.gtopk(S), node.oktopk(S), *two_levels):
-        assert cost.node_bytes == 0
-        assert 0 < cost.seconds < 1e-3
+    assert all(cost.node_bytes == 0 and 0 < cost.seconds < 1e-3 for cost in collectives(node))
 
 
 def test_one_worker_exchanges_nothing() -> None:
-    alone = flat(1)
-    two_levels = alone.hierarchical(S, D), alone.hierarchical_sharded(S, S, D)
-    for cost in (alone.allreduce(D), alone.allgather(S), alone.gtopk(S), alone.oktopk(S), *two_levels):
-        assert (cost.seconds, cost.nbytes, cost.node_bytes) == (0, 0, 0)
+    assert collectives(flat(1)) == [CollectiveCost()] * 8
 
 
 def test_groups_with_different_shards_share_the_card() -> None:
     group = Cluster(4, 1, LINK, INSIDE, shards=8)
     alone = Cluster(4, 1, replace(LINK, beta=8 * LINK.beta), INSIDE)
-    collectives: tuple[Callable[[Cluster], CollectiveCost], ...] = (
-        lambda cluster: cluster.allreduce(D),
-        lambda cluster: cluster.reduce_scatter(D),
-        lambda cluster: cluster.allgather(S),
-        lambda cluster: cluster.gtopk(S),
-        lambda cluster: cluster.oktopk(S),
-        lambda cluster: cluster.sharded(S, S),
-        lambda cluster: cluster.hierarchical(S, D),
-        lambda cluster: cluster.hierarchical_sharded(S, S, D),
-    )
-    for cost in collectives:
-        expected = cost(alone)
-        assert cost(group) == replace(expected, node_bytes=8 * expected.node_bytes)
+    expected = [replace(cost, node_bytes=8 * cost.node_bytes) for cost in collectives(alone)]
+    assert collectives(group) == expected
 
 
 def test_links_by_name_and_by_rate() -> None:

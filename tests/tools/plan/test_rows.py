@@ -108,12 +108,9 @@ def test_shards_without_fused_kernels_are_charged_both_phases() -> None:
             "saf-pooled[memory=none]",
             "unknown option 'memory'. Choose one of 'density', 'compressor', 'fusion', 'scope'",
         ),
-        ("omgs[density=much]", "density is a number, got 'much'"),
         ("omgs[density=2]", r"row 'omgs\[density=2\]': density must be in"),
-        ("safusion[collective=shared]", "unknown collective 'shared'. Did you mean 'sharded'"),
         ("safusion[fusion=aligned[tensors_per_buffer=3]]", "parts are simulated without options of their own"),
         ("ddp-bf16[density=0.1]", "row 'ddp-bf16.*': system='ddp-bf16' works without the engine: it has no"),
-        ("omgs[wire=q4", "no closing bracket"),
     ],
 )
 def test_unknown_options_and_values_are_named_before_any_work(row: str, message: str) -> None:
@@ -128,13 +125,8 @@ def test_unknown_options_and_values_are_named_before_any_work(row: str, message:
     [
         ("ddp", {"wire": "q4"}),
         ("saf-pooled", {"quota": "pooled", "collective": "sharded"}),
-        ("saf-pooled", {"collective": "sharded", "offload": True}),
-        ("saf-pooled", {"collective": "hierarchical", "compressor": "gaussiank"}),
         ("safusion", {"wire": "q4", "collective": "oktopk"}),
-        ("fgbuff", {"quota": "shared"}),
         ("saf-naive", {"scope": "group"}),
-        ("horovod", {"collective": "sharded"}),
-        ("safusion", {"wire": "q9"}),
     ],
 )
 def test_what_the_strategy_refuses_is_refused_in_its_words(system: str, options: dict[str, Any]) -> None:
@@ -150,13 +142,8 @@ def test_what_the_strategy_refuses_is_refused_in_its_words(system: str, options:
     ("row", "message"),
     [
         ("safusion[offload=true]", "offload=True is simulated only with fusion='selective', got fusion='adaptive'"),
-        ("safusion[collective=oktopk]", "collective='oktopk' is simulated only with fusion='single'"),
-        ("safusion[collective=hybrid]", "only with fusion='selective'"),
         ("ssfusion-i[collective=sharded]", "only with collective='allgather' or 'hybrid', got collective='sharded'"),
-        ("hipress[collective=allgather]", "only with collective='auto'"),
-        ("cupcake[scope=tensor]", "only with scope='group'"),
         ("adtopk[dense_below=100]", "only with dense_below=0, got dense_below=100"),
-        ("wfbp[compressor=none]", "only with collective='auto' or 'allreduce', got collective='allgather'"),
     ],
 )
 def test_parts_that_a_schedule_would_not_look_at_are_refused(row: str, message: str) -> None:

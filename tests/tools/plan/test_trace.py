@@ -23,32 +23,18 @@ KNOWN = {
 }
 
 
-def forward(trace: Trace) -> float:
-    return sum(tensor.forward for tensor in trace.tensors)
-
-
-def backward(trace: Trace) -> float:
-    return sum(tensor.backward for tensor in trace.tensors)
-
-
-@pytest.mark.parametrize("name", TRACE_NAMES)
-def test_models_have_their_known_parameters(name: str) -> None:
-    trace = resolve_trace(name)
-    assert (sum(trace.numels), len(trace.tensors)) == KNOWN[name]
-    assert len({tensor.name for tensor in trace.tensors}) == len(trace.tensors)
-
-
-@pytest.mark.parametrize("name", TRACE_NAMES)
-def test_backward_takes_twice_as_long_as_forward_and_the_source_is_stated(name: str) -> None:
-    trace = resolve_trace(name)
-    assert backward(trace) == pytest.approx(2 * forward(trace))
-    assert 5e-3 < forward(trace) < 0.1
-    assert "modelled, not measured" in trace.source
+def test_models_have_their_known_parameters_and_state_their_source() -> None:
+    assert set(TRACE_NAMES) == set(KNOWN)
+    for name, known in KNOWN.items():
+        trace = resolve_trace(name)
+        assert (sum(trace.numels), len(trace.tensors)) == known
+        assert len({tensor.name for tensor in trace.tensors}) == len(trace.tensors)
+        assert "modelled, not measured" in trace.source
 
 
 def test_the_two_published_traces_have_their_published_times() -> None:
-    assert forward(resolve_trace("bert-large")) == pytest.approx(50e-3)
-    assert backward(resolve_trace("resnet-50")) == pytest.approx(40e-3)
+    assert sum(tensor.forward for tensor in resolve_trace("bert-large").tensors) == pytest.approx(50e-3)
+    assert sum(tensor.backward for tensor in resolve_trace("resnet-50").tensors) == pytest.approx(40e-3)
 
 
 def test_traces_survive_a_file(tmp_path: Path) -> None:
@@ -58,20 +44,15 @@ def test_traces_survive_a_file(tmp_path: Path) -> None:
     assert resolve_trace(tmp_path / "job.json") == trace
 
 
-@pytest.mark.parametrize("content", ["no JSON", "[]", '{"format": "other", "version": 1}', '{"tensors": []}'])
-def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
+LATER = {"format": "lightning-safusion-trace", "version": 2, "name": "a job", "tensors": []}
+
+
+@pytest.mark.parametrize("content", ["no JSON", "[]", '{"tensors": []}', json.dumps(LATER)])
+def test_other_files_and_later_versions_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "wrong.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=r"wrong\.json"):
         Trace.load(path)
-
-
-def test_a_later_version_is_refused(tmp_path: Path) -> None:
-    resolve_trace("lstm").save(tmp_path / "later.json")
-    content = json.loads((tmp_path / "later.json").read_text(encoding="utf-8"))
-    (tmp_path / "later.json").write_text(json.dumps({**content, "version": 2}), encoding="utf-8")
-    with pytest.raises(ValueError, match="version"):
-        Trace.load(tmp_path / "later.json")
 
 
 def test_unknown_names_list_the_known_ones() -> None:
@@ -80,12 +61,9 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
-def test_times_that_make_no_sense_are_refused(seconds: float) -> None:
+def test_traces_that_make_no_sense_are_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="'a'"):
         Trace("job", (TraceTensor("a", (1,), seconds),))
-
-
-def test_a_trace_needs_tensors() -> None:
     with pytest.raises(ValueError, match="no tensors"):
         Trace("job", ())
 
