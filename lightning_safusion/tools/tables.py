@@ -22,24 +22,19 @@ _INDENT = "  "
 
 @dataclass(frozen=True)
 class RowName:
-    """A cell with a name that may have options in brackets: on more lines where it is too long for one.
-
-    Args:
-        name: Of the row.
-        before, after: What stands beside it.
-    """
+    """A cell with a name that may have options in brackets: on more lines where it is too long for one. ``after``: what
+    stands beside it."""
 
     name: str
-    before: str = ""
     after: str = ""
 
     def lines(self, width: int) -> list[str]:
         """The name in lines of so many characters, as far as it can be cut: behind commas and opening brackets, and an
         option that is longer than a line behind its equals sign."""
         lines = [""]
-        for option in re.findall(r"[^\[,]+[\[,]?", self.before + self.name):
+        for option in re.findall(r"[^\[,]+[\[,]?", self.name):
             long = len(_INDENT + option) > width
-            for piece in [*(re.findall("[^=]+=?", option) if long else [option])]:
+            for piece in re.findall("[^=]+=?", option) if long else [option]:
                 if lines[-1].strip() and len(lines[-1] + piece) > width:
                     lines.append(_INDENT)
                 lines[-1] += piece

@@ -171,7 +171,7 @@ def test_every_subcommand_is_a_documented_function(commands: Mapping[str, tuple[
         (["--gpus_per_node", "4"], ["--gpus-per-node=4"]),
         (["--gpus-per-node=4"], ["--gpus-per-node=4"]),
         (["--names", "a,b[c=1,d=2]"], ['--names=["a", "b[c=1,d=2]"]']),
-        (["--names=a"], ['--names=["a"]']),
+        (["--names", "a", "--names=b,c"], ['--names=["a", "b", "c"]']),
         (["--names", "[a]"], ["--names=[a]"]),
         (["--some_flag"], ["--some-flag=true"]),
         (["--some-flag", "false"], ["--some-flag=false"]),

@@ -27,7 +27,7 @@ def test_names_are_cut_where_their_options_are(width: int, lines: list[str]) -> 
 
 
 def test_what_stands_beside_a_name_stays_there() -> None:
-    assert RowName("saf-inter", "† ", " (ddp)").lines(3) == ["† saf-inter (ddp)"]
+    assert RowName("saf-inter", " (ddp)").lines(3) == ["saf-inter (ddp)"]
 
 
 @pytest.mark.parametrize(("width", "figures"), [(26, 0), (34, 1), (40, 2), (60, 2), (120, 2)])

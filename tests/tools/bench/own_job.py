@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -116,17 +113,6 @@ class Scheduled(Net):
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         schedules = [{"scheduler": cycle, "interval": "step"}, {"scheduler": plateau, "monitor": "val_loss"}]
         return [optimizer], schedules
-
-
-class Interrupted(Net):
-    """Its user stops the benchmark in the fifth turn; the launcher passes that on."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if len(self.began) == 5 and batch_idx == 1 and self.global_rank == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGINT)
-        return super().training_step(batch, batch_idx)
 
 
 class Data(LightningDataModule):

@@ -27,7 +27,6 @@ from lightning_safusion.tools.bench.launch import counted, processes
 from lightning_safusion.tools.bench.run import run_bench, run_own
 from lightning_safusion.tools.plan.calibration import Calibration
 from lightning_safusion.tools.plan.report import run_plan
-from safusion_command import spelled
 from tests.e2e.processes import ROOT, environment, started
 from tests.process_group import run_alone, run_launched
 
@@ -198,25 +197,16 @@ def test_settings_that_are_refused_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_gives_what_there_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    began = bench(tmp_path, lambda made: len(made.module.began), config=[config(tmp_path, "Interrupted")], rounds=3)
-    assert began == [5, 5]
-    assert len(results(tmp_path)["systems"]) == 4
-    shown = " ".join(capfd.readouterr().out.split())
-    assert "Stopping after this step" in shown
-    assert "Nothing was simulated: calibrate is false" in shown
-    assert "Settings, table and picture: " in shown  # neither trace nor costs
-
-
-@pytest.mark.slow
-def test_ctrl_c_under_torchrun_gives_what_there_is(tmp_path: Path) -> None:
+def test_ctrl_c_gives_what_there_is(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "safusion_command", "bench", "--config", config(tmp_path), "--rounds", "500"]
     more = ["--systems", "ddp-bf16", "--calibrate", "false", "--output", "out"]
     with started([*command, *more], tmp_path / "log") as program:
         program.wait_for("round 2 of 500", 120.0)
-        os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all processes
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all processes; torchrun passes it on as well
         program.wait_for("Settings, table and picture: out", 30.0)
+    assert "Stopping after this step" in program.output
+    assert "Nothing was simulated: calibrate is false" in program.output
     assert "Keep ddp" in program.output or "Take ddp-bf16" in program.output
     assert [row["system"] for row in results(tmp_path)["systems"]][2:] == ["ddp", "ddp-bf16"]
 
@@ -326,12 +316,6 @@ def test_a_command_line_that_names_its_own_classes() -> None:
     assert run_alone(parse, f"{JOB}:Named")[0]["width"] == 24
     with pytest.raises(RuntimeError, match="Asks must be a class that is made without arguments: .* 'name'"):
         run_alone(parse, f"{JOB}:Asks")
-
-
-def test_files_may_be_given_one_by_one() -> None:
-    assert spelled(["--config", "a.yaml", "--config=b.yaml,c.yaml"], run_bench) == [
-        '--config=["a.yaml", "b.yaml", "c.yaml"]'
-    ]
 
 
 def test_a_shell_of_slurm_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
