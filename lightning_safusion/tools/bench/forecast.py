@@ -24,7 +24,6 @@ from lightning_safusion.fusion.recorder import ProfileRecorder
 from lightning_safusion.notation import read
 from lightning_safusion.profiling.trace import Trace
 from lightning_safusion.strategy import SAFusionStrategy
-from lightning_safusion.tools.bench.meeting import Meeting
 from lightning_safusion.tools.bench.rows import parse_row
 from lightning_safusion.tools.bench.turns import Bench
 from lightning_safusion.tools.plan.calibration import Calibration, CollectiveSample, CollectiveTimes
@@ -100,24 +99,18 @@ class _CostRecorder(Callback):
 
 
 def record(
-    bench: Bench,
-    meeting: Meeting,
-    make: Callable[[str], Any],
-    place: tuple[int, int],
-    accumulated: int,
-    tick: Callable[[], None],
+    bench: Bench, make: Callable[[str], Any], place: tuple[int, int], accumulated: int, tick: Callable[[], None]
 ) -> Recorded | None:
     """Records a job, its trace and its costs; None on all processes but the first. Collective.
 
     Args:
         bench: The job.
-        meeting: Its processes.
         make: A new strategy for a row.
         place: Machines, and workers on each.
         accumulated: Batches of a step.
         tick: Called after every step.
     """
-    recorder, costs = TraceRecorder(None, _TRACED, _SKIPPED), _CostRecorder()
+    recorder, costs, meeting = TraceRecorder(None, _TRACED, _SKIPPED), _CostRecorder(), bench.meeting
     steps = _SKIPPED + _TRACED + 2
     bench.turn(f"{_ROW} recorded", make(_ROW), 0, steps, tick, recorder, costs, accumulated=False)
     transport = default_transport()

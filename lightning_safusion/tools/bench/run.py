@@ -170,10 +170,10 @@ class _Run:
         strategy.setup_environment()  # the process group, which stays
         end_groups_at_exit()
         self.meeting = Meeting(strategy.root_device, strategy._timeout or _TIMEOUT)
-        self.nodes, self.per_node = trainer.num_nodes, strategy.num_processes
+        self.place = trainer.num_nodes, strategy.num_processes
         self.console = Console(width=None if sys.stdout.isatty() else 120, quiet=self.meeting.rank > 0)
         with interrupts(self._interrupt):
-            self.bench = Bench(self.job, self.meeting, options.keep_callbacks, options.seed, lambda: self.interrupted)
+            self.bench = Bench(self.job, self.meeting, options, lambda: self.interrupted)
             self.job.trainer |= {name: arguments[name] for name in ("devices", "num_nodes") if name in arguments}
             user = self.job.strategy
             if type(user) is not DDPStrategy or user._ddp_comm_hook is not None:
@@ -198,9 +198,9 @@ class _Run:
         module, meeting = self.bench.module, self.meeting
         count = sum(param.numel() for _, param in trainable(module))
         sizes = self.job.ddp_options.get("replicate_size") if self.job.sharded else None
-        replicas = self.nodes if sizes == "auto" else sizes
-        name, device = type(module).__name__, meeting.device.type
-        conditions = JobConditions(name, meeting.workers, self.nodes, device, count, replicas)
+        nodes, _ = self.place
+        replicas = nodes if sizes == "auto" else sizes
+        conditions = JobConditions(type(module).__name__, meeting.workers, nodes, meeting.device.type, count, replicas)
         write(conditions, turns, failures, recorded, self.job, Path(self.options.output), self.console)
 
     def _leave_out_hooks(self) -> None:
@@ -323,9 +323,8 @@ class _Run:
             return "traces are of models that are not sharded; see safusion plan --sharded", False
         progress.begin("trace and costs of the job")
         accumulated = self.job.trainer.get("accumulate_grad_batches") or 1
-        place = (self.nodes, self.per_node)
         recorded, reason = self.meeting.attempt(
-            lambda: record(self.bench, self.meeting, self._strategy, place, accumulated, progress.step)
+            lambda: record(self.bench, self._strategy, self.place, accumulated, progress.step)
         )
         failed, stopped = self.meeting.hold(
             {"reason": reason, "stopped": self.interrupted},

@@ -28,7 +28,7 @@ from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.integration.units import is_schedule_free
 from lightning_safusion.literal import literal
 from lightning_safusion.tools.bench.beginning import Beginning, begin_peak, give_back, nothing, peak
-from lightning_safusion.tools.bench.job import Job, keeps
+from lightning_safusion.tools.bench.job import Job, JobOptions, keeps
 from lightning_safusion.tools.bench.meeting import Meeting, wait_for
 from lightning_safusion.tools.bench.results import Turned
 
@@ -91,21 +91,12 @@ class TurnProgress(Progress):
 class _Timing(Callback):
     """Times the steps of a turn, and ends it. All processes begin a step together, when their batches are loaded."""
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        beginning: Beginning,
-        warmup: int,
-        steps: int,
-        stops: Callable[[], bool],
-        tick: Callable[[], None],
-    ) -> None:
+    def __init__(self, bench: Bench, warmup: int, steps: int, tick: Callable[[], None]) -> None:
         self.turned = Turned()
         self.learned: Any = None
         self.stopped = False
-        self._meeting, self._beginning = meeting, beginning
+        self._bench, self._tick = bench, tick
         self._warmup, self._wanted, self._most = warmup, steps, warmup + _TRIAL
-        self._stops, self._tick = stops, tick
         self._done = self._batches = self._global_step = 0
         self._step = self._load = self._begin = 0.0
         self._samples: list[int | None] = []  # of the batches of a step
@@ -113,7 +104,7 @@ class _Timing(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._beginning.restore(trainer)
+        self._bench.beginning.restore(trainer)
         # The user's limits were there for schedules that ask for them. Schedules would end before the turn, or want a
         # metric of the validation; a step takes as long without.
         trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = _EPOCHS, -1
@@ -133,10 +124,10 @@ class _Timing(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        wait_for(self._meeting.device)  # the batch is there
+        wait_for(self._bench.meeting.device)  # the batch is there
         self._load += perf_counter() - self._ended
         # between two steps of the optimizer, or gradients of an accumulation would stay behind
-        if self._step == 0 and self._meeting.any(self._stops()):
+        if self._step == 0 and self._bench.meeting.any(self._bench.stops()):
             self.stopped = trainer.should_stop = True
         self._begin = perf_counter()
 
@@ -144,7 +135,7 @@ class _Timing(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        wait_for(self._meeting.device)
+        wait_for(self._bench.meeting.device)
         self._ended = perf_counter()
         self._step += self._ended - self._begin
         self._batches += 1
@@ -156,7 +147,7 @@ class _Timing(Callback):
         self._global_step = trainer.global_step
         self._done += 1
         waits = self._warmup <= self._done < self._most and not self.turned.steps
-        if waits and self._meeting.any(_on_trial(trainer)):
+        if waits and self._bench.meeting.any(_on_trial(trainer)):
             self._warmup = self._done + 1
         if self._done > self._warmup:
             self.turned.steps.append(self._step)
@@ -170,7 +161,7 @@ class _Timing(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.turned.peak_bytes = peak(self._meeting.device)
+        self.turned.peak_bytes = peak(self._bench.meeting.device)
         if isinstance(trainer.strategy, EngineReadings):
             self.turned.figures = trainer.strategy.figures()
             self.learned = trainer.strategy.learned()
@@ -196,17 +187,14 @@ class Bench:
     Args:
         job: The user's.
         meeting: The processes.
-        keep_callbacks: Names of classes of callbacks that train with it.
-        seed: Of each turn.
+        options: Of the command.
         stops: Whether the user wants to stop.
     """
 
-    def __init__(
-        self, job: Job, meeting: Meeting, keep_callbacks: Sequence[str], seed: int, stops: Callable[[], bool]
-    ) -> None:
+    def __init__(self, job: Job, meeting: Meeting, options: JobOptions, stops: Callable[[], bool]) -> None:
         self.module, self.data = job.build()
-        self._job, self._meeting, self._seed, self._stops = job, meeting, seed, stops
-        self._beginning = Beginning(self.module, self.data)
+        self.meeting, self.stops, self._job, self._seed = meeting, stops, job, options.seed
+        self.beginning = Beginning(self.module, self.data)
         self._folder = tempfile.mkdtemp(prefix="safusion-bench-")
         self._learned: dict[str, Any] = {}
         self._mesh: Any = None
@@ -215,7 +203,7 @@ class Bench:
         def kept() -> list[Callback]:
             given = configure()
             several = given if isinstance(given, Sequence) else [given]
-            return [each for each in several if keeps(type(each), keep_callbacks)]
+            return [each for each in several if keeps(type(each), options.keep_callbacks)]
 
         self.module.configure_callbacks = kept  # type: ignore[method-assign]
 
@@ -240,14 +228,14 @@ class Bench:
             more: Other callbacks.
             accumulated: Batches are accumulated as the user's trainer says; False: every batch makes a step.
         """
-        device = self._meeting.device
+        device = self.meeting.device
         give_back(device)
         begin_peak(device)
         if isinstance(strategy, EngineReadings) and row in self._learned:
             strategy.begin_with(self._learned[row])
         if isinstance(strategy, SAFusionModelParallelStrategy):
             strategy._device_mesh = self._mesh  # the model lies on that of the first turn
-        timing = _Timing(self._meeting, self._beginning, warmup, steps, self._stops, tick)
+        timing = _Timing(self, warmup, steps, tick)
         callbacks = [*copy.deepcopy(self._job.callbacks), *more, timing]
         arguments = self._job.trainer | ({} if accumulated else {"accumulate_grad_batches": 1})
         try:
@@ -264,11 +252,11 @@ class Bench:
 
     def _fit(self, strategy: Strategy, callbacks: list[Callback], arguments: Mapping[str, Any]) -> None:
         # the same batches, and the same noise of dropout, in every turn
-        seed = self._seed + self._meeting.rank
+        seed = self._seed + self.meeting.rank
         random.seed(seed)
         np.random.seed(seed % (1 << 32))
         torch.manual_seed(seed)
-        self._beginning.unfreeze()
+        self.beginning.unfreeze()
         endless = arguments.get("max_epochs") is None and arguments.get("max_steps", -1) == -1
         trainer = Trainer(
             **{**arguments, **({"max_epochs": _EPOCHS} if endless else {})},
@@ -284,11 +272,11 @@ class Bench:
         )
         trainer.save_checkpoint = nothing  # type: ignore[method-assign]  # a hook of the module may call it
         trainer.fit(self.module, datamodule=self.data)
-        self._beginning.done()
+        self.beginning.done()
 
     def close(self) -> None:
         """Ends the job, whose data may want to be taken down."""
-        self._beginning.end()
+        self.beginning.end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _forget(self) -> None:
@@ -296,4 +284,4 @@ class Bench:
         self.module.zero_grad(set_to_none=True)
         if self.data is not None:
             self.data.trainer = None
-        give_back(self._meeting.device)
+        give_back(self.meeting.device)
