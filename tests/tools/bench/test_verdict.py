@@ -21,16 +21,11 @@ from lightning_safusion.tools.bench.forecast import Recorded, known_device, rate
 from lightning_safusion.tools.bench.outcome import JobConditions, table_of
 from lightning_safusion.tools.bench.results import Turned, summarize
 from lightning_safusion.tools.bench.verdict import Verdict, best_strategy, decide, judge
-from lightning_safusion.tools.plan.calibration import Calibration, CollectiveSample, CollectiveTimes
+from lightning_safusion.tools.plan.calibration import Calibration
+from tests.tools.bench.test_results import REPORT
+from tests.tools.plan.test_calibration import straight
 
 DEFAULT, SPARSE, DENSER = "saf-pooled", "saf-pooled[density=0.02]", "saf-pooled[density=0.1]"
-REPORT: dict[str, Any] = {
-    "plan": [1],
-    **dict.fromkeys(("exposed_s", "select_s", "decode_s"), 0.0),
-    "bytes_sent": 10,
-    "achieved_density": 0.02,
-    "plain_ddp": None,
-}
 
 
 def turns(*seconds: float, loading: float = 0.01, optimizer: str = "AdamW", **known: Any) -> list[list[Turned]]:
@@ -201,12 +196,11 @@ def test_cautions_come_first() -> None:
     assert known_accuracy(DEFAULT, 0.1, ["NAdam"], ["NAdam may end higher"]).startswith("NAdam may end higher. ")
 
 
-def recorded(host: Any = None, megabytes: float = 40.0) -> Recorded:
+def recorded(megabytes: float = 40.0) -> Recorded:
     """A job of 60 ms on two workers, with collectives of 1 Gbit/s."""
     tensors = tuple(TraceTensor(f"t{i}", (int(megabytes * 1e6 / 40), 1), 4e-3, 1e-3) for i in range(10))
-    line = LinearCost(1e-4, 8e-9)
-    times = CollectiveTimes(tuple(CollectiveSample(n, line(n)) for n in (1000, 10**7)))
-    costs = Calibration(2, times, times, 6.0, host, nodes=2, per_node=1)
+    times = straight(LinearCost(1e-4, 8e-9))
+    costs = Calibration(2, times, times, 6.0, nodes=2, per_node=1)
     return Recorded(Trace("job", tensors, 1e-2), costs)
 
 
