@@ -187,8 +187,3 @@ def test_dashes_flags_and_several_values_are_understood(given: list[str], read: 
     ) -> None: ...
 
     assert safusion_command.spelled(given, function) == read
-
-
-def test_an_option_with_dashes_reaches_the_function(capsys: pytest.CaptureFixture[str]) -> None:
-    safusion_command.main(["plan", "--nodes", "2", "--gpus-per-node", "3", "--systems", "ddp-bf16,safusion"])
-    assert "2 x 3 workers" in " ".join(capsys.readouterr().out.split())

@@ -200,9 +200,3 @@ def test_a_quarter_of_all_elements_is_a_bitmap_which_no_kernel_writes() -> None:
         return sum(each.decode for each in build_schedule("saf-pooled", replace(job, density=density)).messages)
 
     assert decoding(0.3) > 1.2 * 1.5 * decoding(0.2)  # there are half as many entries more
-
-
-def test_a_faster_device_takes_less() -> None:
-    job = bert_large("100gbit", 8, 1)
-    quick = replace(job, cluster=replace(job.cluster, device=DEVICES["h100"]))
-    assert run_system("saf-pooled", quick).device < 0.8 * run_system("saf-pooled", job).device

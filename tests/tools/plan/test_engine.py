@@ -47,11 +47,6 @@ def test_the_link_is_first_come_first_served() -> None:
     assert (result.nbytes, result.node_bytes, result.collectives) == (20.0, 10.0, 2)
 
 
-def test_an_exchange_hidden_behind_backward_costs_nothing() -> None:
-    trace = job_of([1.0, 9.0])
-    assert simulate(trace, ALONE, planned(message(0, seconds=5.0))).exposed == 0.0
-
-
 def test_selection_ahead_delays_every_gradient_after_it() -> None:
     result = simulate(job_of([1.0, 1.0]), ALONE, planned(message(0, 1, seconds=1.0), select=[0.5, 0.5]))
     assert result.seconds == 4.0

@@ -14,7 +14,6 @@ from lightning_safusion.fusion.plans.costs import SelectionCost, ddp_buckets
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.tools.plan.cluster import Cluster
 from lightning_safusion.tools.plan.device import DEVICES
-from lightning_safusion.tools.plan.engine import simulate
 from lightning_safusion.tools.plan.job import Job, line
 from lightning_safusion.tools.plan.models import WHOLE
 from lightning_safusion.tools.plan.schedule import Iteration
@@ -44,12 +43,6 @@ def test_every_system_runs_on_every_shape_of_cluster(name: str) -> None:
         if schedule.messages and name != "easgd":
             covered = {place for message in schedule.messages for place in message.tensors}
             assert covered == set(range(len(job.numels)))
-
-
-def test_four_bits_are_half_a_byte_beside_a_position_of_five() -> None:
-    job = replace(lstm(), density=0.1)
-    entry = run("saf-pooled", job).nbytes / (3 * job.entries.sum())
-    assert 8 * entry == pytest.approx(4 + 5.25, rel=0.05)  # scales, and ranks
 
 
 @pytest.mark.parametrize("name", ["ddp", "wfbp-dense", "horovod-dense", "mgwfbp", "dear", "easgd"])
@@ -211,14 +204,6 @@ def test_alignment_pays_more_with_more_workers(trace: str, sizes: tuple[int, ...
     assert gains == sorted(gains)
     # the papers claim 12 to 31 % for naive to inter, as the largest over cluster sizes
     assert 0.05 < gains[-1] < 0.2
-
-
-def test_without_jitter_and_with_equal_quotas_there_is_nothing_to_align() -> None:
-    job = Job(load("bert-large"), Cluster(8, 1, LINKS["10gbit"]), 0.01, 8, segmented=False)
-    schedule = build_schedule("saf-naive", job)
-    alike = replace(schedule, launch=replace(schedule.launch, spread=0.0))
-    assert simulate(job.trace, job.cluster, alike).waited == pytest.approx(0.0)
-    assert simulate(job.trace, job.cluster, schedule).waited > 0.0
 
 
 @pytest.mark.parametrize(("field", "value"), [("density", 0.0), ("density", 1.5), ("entry_bytes", 0.0)])
