@@ -30,8 +30,8 @@ _PATIENCE = 5.0  # seconds in which this process may say itself what has failed 
 
 
 def counted(arguments: Mapping[str, Any], workers: int | None) -> dict[str, Any]:
-    """The trainer's arguments with as many devices as ``workers`` (processes on each machine) says, or else a launcher
-    has started processes, where the arguments do not say it."""
+    """The trainer's arguments with ``workers`` devices on each machine; where nothing says how many, with one for each
+    process that a launcher has started."""
     chosen = dict(arguments)
     if workers is not None:
         chosen["devices"] = workers
