@@ -76,13 +76,7 @@ def _kind(optimizer: str) -> str:
 
 def faster_row(system: str, time: str, known_as: str | None = None, dense: str = "DDP") -> str:
     """Says of a row that is faster than the recommended one how long its step takes, and why it is not taken.
-
-    Args:
-        system: As it is written.
-        time: Of its step, in words.
-        known_as: The system that has the same gradients, where that has another name.
-        dense: Whose gradients dense rows have.
-    """
+    ``known_as``: the system that has the same gradients; ``dense``: whose gradients dense rows have."""
     name = known_as or system
     row = SYSTEMS.get(name)
     if name not in _HOOKS and row is not None and not row.sparse:

@@ -13,10 +13,7 @@ _SHOWN = 8
 
 def slow_rank(seconds: Sequence[float]) -> int | None:
     """The worker whose own step takes the longest, if it is longer than the others' by more than 5 % and 1 ms.
-
-    Args:
-        seconds: By rank, of work that waits for nobody.
-    """
+    ``seconds``: by rank, of work that waits for nobody."""
     if len(seconds) < 2:
         return None
     others = median_of_others(np.array(seconds))
@@ -25,12 +22,8 @@ def slow_rank(seconds: Sequence[float]) -> int | None:
 
 
 def better_batches(seconds: Sequence[float], samples: Sequence[int | None] = ()) -> str:
-    """Batches in proportion to the speed of workers, of the same sum, in words; empty without times.
-
-    Args:
-        seconds: By rank, that workers take for their batches.
-        samples: Of these batches; empty if they are equal and their size is not known.
-    """
+    """Batches in proportion to the speed of workers, of the same sum, in words; empty without times. By rank: the
+    seconds that workers take for their batches, and the samples of these, if they are known."""
     if not seconds or not all(each > 0 for each in seconds):
         return ""
     sizes = [each for each in samples if each]

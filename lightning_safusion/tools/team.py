@@ -25,11 +25,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 @dataclass(frozen=True)
 class Place:
-    """Where workers run: on this machine, joined by the loopback.
-
-    Args:
-        workers: How many.
-    """
+    """Where so many workers run: on this machine, joined by the loopback."""
 
     workers: int
 
@@ -114,14 +110,8 @@ def readable(pipes: Sequence[Connection]) -> list[Connection]:
 
 
 def started(name: str, place: Place, log: Path, work: Callable[[int, Connection], None]) -> Team:
-    """Forks workers. This process should have no other thread.
-
-    Args:
-        name: Of the workers, in messages.
-        place: Where they run.
-        log: Takes all that they print.
-        work: Called in each process with its rank and the pipe to this one, which takes None when it returns.
-    """
+    """Forks workers, whose prints go to the log. This process should have no other thread. ``work`` is called in each
+    process with its rank and the pipe to this one, which takes None when it returns."""
     context = multiprocessing.get_context("fork")
     team = Team(name, log)
     try:
@@ -175,14 +165,8 @@ def die_with_parent() -> None:
 
 
 def make_trainer(workers: int, strategy: Strategy, callbacks: list[Callback], **options: Any) -> Trainer:
-    """The trainer of one worker: a node with one CPU device, which shows no progress and writes no files by itself.
-
-    Args:
-        workers: Of the whole training.
-        strategy: Exchanges the gradients.
-        callbacks: In this order.
-        options: Further arguments of the trainer.
-    """
+    """The trainer of one of so many workers: a node with one CPU device, which shows no progress and writes no files by
+    itself."""
     return Trainer(
         accelerator="cpu",
         num_nodes=workers,

@@ -22,12 +22,7 @@ _RESET_PEAK = "5"  # what Linux takes for "the peak begins anew at what is resid
 
 class Beginning:
     """The state of a module and of optimizers that outlive a turn, as the first turn found it, on the CPU. Hooks that
-    set the job up run once, those that end it when the benchmark does.
-
-    Args:
-        module: The user's.
-        data: The user's; None where the module loads it.
-    """
+    set the job up run once, those that end it when the benchmark does."""
 
     def __init__(self, module: LightningModule, data: LightningDataModule | None) -> None:
         self._module = module

@@ -46,12 +46,7 @@ WORTH = 0.03
 
 @dataclass(frozen=True)
 class Recorded:
-    """A job and its costs.
-
-    Args:
-        trace: A step of it without any exchange.
-        costs: Of the group that ran it, with its hardware.
-    """
+    """A step of a job without any exchange, and the costs of the group that ran it, with its hardware."""
 
     trace: Trace
     costs: Calibration

@@ -23,11 +23,7 @@ _log = logging.getLogger("lightning.pytorch.safusion_bench")  # goes where Light
 
 class Meeting:
     """The processes of a benchmark between two turns. Made when the default process group has been; collective.
-
-    Args:
-        device: Of this process.
-        timeout: Of the groups that are made after a failure, and of the waits for each other.
-    """
+    ``timeout``: of the groups that are made after a failure, and of the waits for each other."""
 
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
@@ -47,15 +43,8 @@ class Meeting:
         self._number = 0
 
     def hold(self, mine: Mapping[str, Any], judge: Callable[[list[Any]], Any]) -> Any:
-        """Collects what each process has to say; all get what the first one makes of it. Collective.
-
-        Args:
-            mine: Of this process, as JSON has it.
-            judge: Called on the first process with what all have said, by rank.
-
-        Returns:
-            What ``judge`` has returned, as JSON has it.
-        """
+        """Collects what each process has to say, as JSON has it; all get what the first one makes of it by ``judge``,
+        which is called with what all have said, by rank. Collective."""
         self._number += 1
         place = f"meeting {self._number}"
         self._store.set(f"{place}/{self.rank}", json.dumps(mine))
@@ -68,10 +57,7 @@ class Meeting:
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, str | None]:
         """Does something collective that may fail on this process alone: the others then fail too, and do not wait.
-
-        Returns:
-            Its result, None if it failed; and why the first process that failed did, in a line of 300 letters at most.
-        """
+        Returns its result, None if it failed; and why the first process that failed did, in 300 letters at most."""
         failed, ended = f"failure {self._number}", threading.Event()
         listener = threading.Thread(target=self._listen, args=(failed, ended), daemon=True)
         if self._backend == "nccl":  # its peers do not notice that one has left

@@ -27,16 +27,8 @@ from lightning_safusion.tools.tables import RowName, plain_table
 
 @dataclass(frozen=True)
 class JobConditions:
-    """What was measured.
-
-    Args:
-        job: Name of the user's module.
-        workers: Processes.
-        machines: Of them.
-        device: Of the first process.
-        parameters: Elements whose gradients are exchanged.
-        replicas: Of a model that is sharded inside of them; None with DDP.
-    """
+    """What was measured. ``job``: name of the user's module; ``device``: of the first process; ``parameters``: elements
+    whose gradients are exchanged; ``replicas``: of a model that is sharded inside of them, None with DDP."""
 
     job: str
     workers: int
@@ -80,9 +72,7 @@ def write(
         turns: All that was measured.
         failures: Rows that are left out, and why.
         recorded: Trace and costs; or why there are none.
-        job: The user's.
-        output: Folder of the files.
-        console: Shows the table.
+        job, output, console: The user's; a folder; what shows the table.
     """
     named = conditions.named
     for row, reason in failures.items():
@@ -107,15 +97,27 @@ def write(
     else:
         console.print(literal(f"Nothing was simulated: {recorded}."))
     (output / "best.yaml").write_text(with_strategy(job.content, strategy), encoding="utf-8")
+    best = {"best": named(verdict.row), "baseline": named(verdict.baseline), "verdict": sentences}
+    _write_figures(conditions, figures, turns, failures, best, output)
+    console.print(literal(f"{written}, table and picture: {output}"))
+
+
+def _write_figures(
+    conditions: JobConditions,
+    figures: Sequence[SystemFigures],
+    turns: Rounds,
+    failures: Mapping[str, str],
+    best: Mapping[str, Any],
+    output: Path,
+) -> None:
+    named = conditions.named
     record = {
         "title": conditions.title,
         **asdict(conditions),
         "machine": machine(),
         "systems": [asdict(row) for row in figures],
         "left_out": {named(row): reason for row, reason in failures.items()},
-        "best": named(verdict.row),
-        "baseline": named(verdict.baseline),
-        "verdict": sentences,
+        **best,
     }
     (output / "bench.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     with (output / "steps.csv").open("w", newline="", encoding="utf-8") as file:
@@ -123,7 +125,6 @@ def write(
         writer.writerow(["row", "round", "step", "seconds", "slowest_s", "loading_s"])
         writer.writerows(_steps({named(row): rounds for row, rounds in turns.items()}))
     plot_tables([(conditions.title, figures)]).savefig(output / "bench.png", dpi=120)
-    console.print(literal(f"{written}, table and picture: {output}"))
 
 
 def table_of(figures: Sequence[SystemFigures], conditions: JobConditions) -> Table:

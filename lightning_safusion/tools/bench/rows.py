@@ -41,13 +41,7 @@ _DENSITY = 0.01  # of a strategy that is only made to check its options
 
 @dataclass(frozen=True)
 class Row:
-    """A system with options.
-
-    Args:
-        name: As it is written.
-        system: Name of the system.
-        options: Arguments of :class:`SAFusionStrategy`.
-    """
+    """A system with options: arguments of :class:`SAFusionStrategy`."""
 
     name: str
     system: str

@@ -54,12 +54,7 @@ class _SilentLogger(DummyLogger):
 
 
 class TurnProgress(Progress):
-    """Shows which turn is under way, and its steps: a bar on a terminal, else a line for each turn.
-
-    Args:
-        console: Shows it; a quiet one shows nothing.
-        turns: Of all rows.
-    """
+    """Shows which turn is under way, and its steps: a bar on a terminal, else a line for each turn."""
 
     def __init__(self, console: Console, turns: int) -> None:
         columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
@@ -182,14 +177,8 @@ def _on_trial(trainer: Trainer) -> bool:
 
 
 class Bench:
-    """The user's model and data, built once, and what has been learned of each row.
-
-    Args:
-        job: The user's.
-        meeting: The processes.
-        options: Of the command.
-        stops: Whether the user wants to stop.
-    """
+    """The user's model and data, built once, and what has been learned of each row. ``stops`` says whether the user
+    wants to stop."""
 
     def __init__(self, job: Job, meeting: Meeting, options: JobOptions, stops: Callable[[], bool]) -> None:
         self.module, self.data = job.build()

@@ -27,13 +27,7 @@ _DISTURBED = 1.1
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer.
-
-    Args:
-        row: The row to take; ``"ddp"`` or :data:`YOURS`: stay.
-        baseline: What it is compared with.
-        sentences: The answer in words.
-    """
+    """The row to take (``"ddp"`` or :data:`YOURS`: stay), what it is compared with, and all of that in words."""
 
     row: str
     baseline: str

@@ -20,12 +20,7 @@ _REMEDY = "write a new one with safusion bench --calibrate true"
 
 @dataclass(frozen=True)
 class CollectiveSample:
-    """Collectives of one size.
-
-    Args:
-        nbytes: Of one worker's message, or of the buffer that is reduced.
-        seconds: Of one collective.
-    """
+    """Collectives of one size: bytes of one worker's message, or of the buffer that is reduced, and seconds of one."""
 
     nbytes: int
     seconds: float

@@ -39,13 +39,8 @@ _HOST_MEMORY = 8e9
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """The cost of one collective.
-
-    Args:
-        seconds: Time on the link.
-        nbytes: Bytes that one worker receives.
-        node_bytes: Bytes that enter one node through its network card.
-    """
+    """The cost of one collective: seconds on the link, bytes that one worker receives, and bytes that enter one node
+    through its network card."""
 
     seconds: float = 0.0
     nbytes: float = 0.0

@@ -18,14 +18,8 @@ from lightning_safusion.tools.plan.work import Span, Work
 
 
 class Operations(NamedTuple):
-    """Operations of PyTorch on a buffer.
-
-    Args:
-        launches: Of a call.
-        nbytes: For each element.
-        entry_bytes: For each entry.
-        tensor_launches: For each tensor.
-    """
+    """Operations of PyTorch on a buffer: launches of a call, bytes for each element and each entry, launches for each
+    tensor."""
 
     launches: int
     nbytes: float
@@ -153,12 +147,7 @@ class FusedShards(Path):
 
 @dataclass(frozen=True)
 class TorchOperations(Path):
-    """PyTorch's operations.
-
-    Args:
-        compressor: Of which the operations are counted; others are taken for ``"topk"``.
-        few_bits: Values have a few bits.
-    """
+    """PyTorch's operations; those of a compressor that were not counted are taken for those of ``"topk"``."""
 
     compressor: str = "topk"
     few_bits: bool = False

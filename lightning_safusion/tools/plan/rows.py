@@ -40,13 +40,8 @@ _ALONE: Mapping[tuple[str, Any], Mapping[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True)
 class SimulatedRow:
-    """A system with options.
-
-    Args:
-        name: As it is written.
-        parts: Those that the strategy would have.
-        options: Arguments of the strategy; ``"density"`` takes the place of the job's.
-    """
+    """A system with options, which are arguments of the strategy; and the parts that it would have. The option
+    ``"density"`` takes the place of the job's."""
 
     name: str
     parts: JobParts

@@ -26,13 +26,8 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Work:
-    """What a stage costs.
-
-    Args:
-        launches: Kernels that are started.
-        nbytes: Bytes that move between the device and its memory.
-        instructions: Each counted once for every thread.
-    """
+    """What a stage costs: kernels that are started, bytes that move between the device and its memory, instructions,
+    each counted once for every thread."""
 
     launches: float = 0.0
     nbytes: float = 0.0
