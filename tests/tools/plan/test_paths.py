@@ -5,7 +5,6 @@ Covers: selection, packing, decoding by the number of workers and the end of a w
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,40 +14,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_safusion.comm.transport.interface import FinishedWork, Work
-from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.ending.device import DeviceEnding
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.policy import Aligned
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.tools.plan.paths import TorchOperations
 from lightning_safusion.tools.plan.work import Span
 from tests.cluster import settings, specs
-from tests.cuda import fake_cuda
+from tests.cuda import Silent, fake_cuda, read_nothing
 
 # Operations that start nothing on a device.
 _FREE = ("empty", "prim::", "detach", "_local_scalar_dense", "_unsafe_view", "is_same_size")
 _NUMEL = 1 << 18
 
 
-class Ranks(SoloTransport):
-    """One of several ranks, which exchange nothing."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size, self.rank = world_size, 0
-
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        return FinishedWork()
-
-
 class Counting(TorchDispatchMode):
     """Launches and bytes of the operations of each stage."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.device, self.stage = device, ""
+        self.stage = ""
         self.launches: dict[str, int] = {}
         self.nbytes: dict[str, float] = {}
 
@@ -56,7 +42,7 @@ class Counting(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.name().removeprefix("aten::").partition(".")[0]
         given, made = ([t for t in tree_leaves(each) if isinstance(t, Tensor)] for each in ((args, kwargs), out))
-        if func.is_view or name.startswith(_FREE) or not any(t.device.type == self.device for t in given + made):
+        if func.is_view or name.startswith(_FREE) or not any(t.device.type == "cuda" for t in given + made):
             return out
         if name.startswith("_foreach") and name.endswith("_"):
             made = [t for t in tree_leaves(args[0]) if isinstance(t, Tensor)]
@@ -100,15 +86,12 @@ STAGES: list[tuple[Any, str, str]] = [
 
 
 @pytest.fixture
-def stages(monkeypatch: pytest.MonkeyPatch) -> threading.local:
-    """``counting`` of a thread hears which stage it is in."""
-    here = threading.local()
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """Hears which stage the engine is in."""
+    counting = Counting()
 
     def staged(method: Callable[..., Any], stage: str) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            counting = getattr(here, "counting", None)
-            if counting is None:
-                return method(*args, **kwargs)
             before, counting.stage = counting.stage, stage
             try:
                 return method(*args, **kwargs)
@@ -119,7 +102,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> threading.local:
 
     for owner, name, stage in STAGES:
         monkeypatch.setattr(owner, name, staged(getattr(owner, name), stage))
-    return here
+    return counting
 
 
 def window(engine: Engine, order: Sequence[int], grads: Sequence[Tensor]) -> None:
@@ -140,24 +123,21 @@ def window(engine: Engine, order: Sequence[int], grads: Sequence[Tensor]) -> Non
 )
 def test_a_window_of_operations(
     monkeypatch: pytest.MonkeyPatch,
-    stages: threading.local,
+    counting: Counting,
     options: dict[str, Any],
     few_bits: bool,
     workers: int,
     buffers: int,
 ) -> None:
     tensors, options = 4, {"density": 0.1, "compressor": "topk", "collective": "allgather"} | options
-    monkeypatch.setattr(Planner, "verify", lambda *_: None)
-    monkeypatch.setattr(DeviceEnding, "read", lambda _: None)
+    read_nothing(monkeypatch)
     described = specs(((_NUMEL,),) * tensors)
-    counting = Counting("cuda")
     with fake_cuda(monkeypatch) as device:
         parts = settings(fusion=Aligned(tensors // buffers), **options)
-        engine = build_engine(parts, described, Ranks(workers), device, JobTraits(measure=False, deferred=True))
+        engine = build_engine(parts, described, Silent(workers), device, JobTraits(measure=False, deferred=True))
         grads = [torch.empty(_NUMEL, device=device) for _ in described]
         for _ in range(3):
             window(engine, range(tensors)[::-1], grads)
-        stages.counting = counting
         with counting:
             window(engine, range(tensors)[::-1], grads)
     elements = _NUMEL * tensors / buffers
