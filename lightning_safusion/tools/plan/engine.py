@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ def mean_iteration(trace: Trace, cluster: Cluster, schedule: Schedule, iteration
         iterations = 1
     runs = [simulate(trace, cluster, schedule, iteration) for iteration in range(iterations)]
     varying = ("seconds", "device", "nbytes", "node_bytes", "waited", "collectives")
-    means = {name: fmean(getattr(run, name) for run in runs) for name in varying}
+    means: dict[str, Any] = {name: fmean(getattr(run, name) for run in runs) for name in varying}
     return replace(runs[0], **means | {"collectives": round(means["collectives"])})
 
 

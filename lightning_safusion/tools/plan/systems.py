@@ -115,8 +115,10 @@ def _path_of(settings: EngineSettings, job: Job, codec: Codec) -> Path:
 
 def _collective_of(settings: EngineSettings, job: Job) -> Collective:
     """As the strategy chooses it."""
-    costs = line(lambda message: job.cluster.allgather(message).seconds), float(job.sparse_bytes.sum())
-    return settings.collective_over(job.cluster.workers, *(() if job.cluster.device.processors else costs))
+    if job.cluster.device.processors:
+        return settings.collective_over(job.cluster.workers)
+    gather = line(lambda message: job.cluster.allgather(message).seconds)
+    return settings.collective_over(job.cluster.workers, gather, float(job.sparse_bytes.sum()))
 
 
 def _buckets(job: Job, first: float = DDP_FIRST_BUCKET) -> list[range]:
