@@ -44,31 +44,23 @@ class Positions(IntEnum):
 
 
 class Encoded(NamedTuple):
-    """``struct message`` of the compiled kernels: of one message addresses (0: none) and numbers, int64 each.
+    """``struct message`` of the compiled kernels: of one message addresses (0: none) and numbers, int64 each."""
 
-    Args:
-        kind: Of :class:`Positions`.
-        values: Floats, or codes, the first of a byte in its lowest bits.
-        value_bits: 32: float32; 16: bfloat16; 4, 2, 1: codes.
-        room: Most entries; of listed positions their number.
-        positions: Listed ones, or the high bits of Elias and Fano's.
-        scales, starts, parts: Of codes a bfloat16 for each part of the span, where these begin, and their number.
-        ranks, regions: Entries before each region, and in all; regions.
-        low, low_bits: The places of entries in their buckets, and their bits.
-        runs, run_count: Where tensors begin and end, with the buckets and regions before each; their number.
-    """
-
-    kind: int
-    values: int
-    value_bits: int
-    room: int = 0
-    positions: int = 0
+    kind: int  #: of :class:`Positions`
+    values: int  #: floats, or codes, the first of a byte in its lowest bits
+    value_bits: int  #: 32: float32; 16: bfloat16; 4, 2, 1: codes
+    room: int = 0  #: most entries; of listed positions their number
+    positions: int = 0  #: listed ones, or the high bits of Elias and Fano's
+    #: Of codes a bfloat16 for each part of the span, where these begin, and their number.
     scales: int = 0
     starts: int = 0
     parts: int = 0
+    #: Entries before each region, and in all; regions.
     ranks: int = 0
     regions: int = 0
+    #: The places of entries in their buckets, and their bits.
     low: int = 0
     low_bits: int = 0
+    #: Where tensors begin and end, with the buckets and regions before each; their number.
     runs: int = 0
     run_count: int = 0

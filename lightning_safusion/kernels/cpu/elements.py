@@ -18,15 +18,11 @@ MOST_ELEMENTS = 1 << 31  # of a span in which elements are found: positions have
 
 
 class Weights(NamedTuple):
-    """Second moments of the optimizer, for keys: ``x / (sqrt(moment) + epsilon)``.
+    """Second moments of the optimizer, for keys: ``x / (sqrt(moment) + epsilon)``."""
 
-    Args:
-        moments: int64 [S], where those of each run lie in memory; 0 for a run whose elements are their own keys.
-        epsilons: float32 [S].
-    """
-
+    #: int64 [S], where those of each run lie in memory; 0 for a run whose elements are their own keys.
     moments: np.ndarray
-    epsilons: np.ndarray
+    epsilons: np.ndarray  #: float32 [S]
 
     def of(self, parts: Parts) -> Weights:
         """The weights of each part."""
@@ -36,41 +32,29 @@ class Weights(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What to find in some runs of a span in one pass.
+    """What to find in some runs of a span in one pass."""
 
-    Args:
-        floors: int32 [S]: elements with bits of magnitude above the floor of their run. None for no element. Of every
-            part, int32 [P]: what is found is told part by part.
-        room: Most elements that each thread may find.
-        sums: Of the elements or of their magnitudes, and of squares: of a thousand in float32, of these in float64.
-        weights: What is looked for, and summed, are keys; None for the elements themselves. Gradients only.
-        keys: float32 [N], are written: the keys. None does not keep them.
-    """
-
+    #: int32 [S]: elements with bits of magnitude above the floor of their run. None for no element. Of every part,
+    #: int32 [P]: what is found is told part by part.
     floors: np.ndarray | None = None
-    room: int = 0
+    room: int = 0  #: most elements that each thread may find
+    #: Of the elements or of their magnitudes, and of squares: of a thousand in float32, of these in float64.
     sums: Sums | None = None
+    #: What is looked for, and summed, are keys; None for the elements themselves. Gradients only.
     weights: Weights | None = None
-    keys: np.ndarray | None = None
+    keys: np.ndarray | None = None  #: float32 [N], are written: the keys. None does not keep them.
 
 
 _NOTHING = Wanted()
 
 
 class Survey(NamedTuple):
-    """What one pass over some runs of a span has found.
+    """What one pass over some runs of a span has found."""
 
-    Args:
-        lists: Elements above the floors, a list for each run; None if there was no room for them.
-        counts: int64 [S], how many there are in each run.
-        sums: float64 [S]; None if not wanted.
-        squares: float64 [S], sums of squares; None if not wanted.
-    """
-
-    lists: Lists | None
-    counts: np.ndarray
-    sums: np.ndarray | None
-    squares: np.ndarray | None
+    lists: Lists | None  #: elements above the floors, a list for each run; None if there was no room for them
+    counts: np.ndarray  #: int64 [S], how many there are in each run
+    sums: np.ndarray | None  #: float64 [S]; None if not wanted
+    squares: np.ndarray | None  #: float64 [S], sums of squares; None if not wanted
 
 
 def survey(x: np.ndarray, parts: Parts, wanted: Wanted) -> Survey:
@@ -182,15 +166,10 @@ def tail(x: np.ndarray, parts: Parts, limits: np.ndarray) -> tuple[np.ndarray, n
 
 
 class Added(NamedTuple):
-    """The outcome of :func:`add_finite`.
+    """The outcome of :func:`add_finite`."""
 
-    Args:
-        left_out: Places of the gradients that are not finite.
-        found: What was wanted of the new memory; None if nothing was, or a gradient was left out.
-    """
-
-    left_out: list[int]
-    found: Survey | None
+    left_out: list[int]  #: places of the gradients that are not finite
+    found: Survey | None  #: what was wanted of the new memory; None if nothing was, or a gradient was left out
 
 
 def add_finite(
@@ -246,17 +225,11 @@ def follow(
 
 
 class Lists(NamedTuple):
-    """Elements that have been found, in lists one behind the other. Results lie in the same memory.
+    """Elements that have been found, in lists one behind the other. Results lie in the same memory."""
 
-    Args:
-        places: int32 [C], positions in the span.
-        bits: int32 [C].
-        counts: int64 [S], entries of each list.
-    """
-
-    places: np.ndarray
-    bits: np.ndarray
-    counts: np.ndarray
+    places: np.ndarray  #: int32 [C], positions in the span
+    bits: np.ndarray  #: int32 [C]
+    counts: np.ndarray  #: int64 [S], entries of each list
 
     def number_above(self, floors: np.ndarray, known: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """How many (int64 [S]) of each list have bits of magnitude above its floor (int32 [S]).

@@ -112,17 +112,11 @@ def unused() -> Iterator[None]:
 
 
 class Parts(NamedTuple):
-    """Runs of elements, ascending, cut for several threads.
+    """Runs of elements, ascending, cut for several threads."""
 
-    Args:
-        starts: int64 [P], first element of each.
-        sizes: int64 [P], elements of each.
-        firsts: int64 [S], the first part of every run that was cut.
-    """
-
-    starts: np.ndarray
-    sizes: np.ndarray
-    firsts: np.ndarray
+    starts: np.ndarray  #: int64 [P], first element of each
+    sizes: np.ndarray  #: int64 [P], elements of each
+    firsts: np.ndarray  #: int64 [S], the first part of every run that was cut
 
     @classmethod
     def between(cls, edges: Sequence[int], most: int | None = None) -> Parts:

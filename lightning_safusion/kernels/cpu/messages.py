@@ -18,20 +18,14 @@ _DAMAGED = "a message's positions do not ascend, or are not those of its tensors
 
 
 class Codes(NamedTuple):
-    """Values as compiled kernels read and write them.
+    """Values as compiled kernels read and write them."""
 
-    Args:
-        codes: float32 or uint16 (the bits of bfloat16) [K or more]; or uint8 [K / 8 * bits or more]: of each value a
-            level, and the sign in the highest bit, the first of a byte in its lowest bits.
-        scales: uint16 [P], bits of a bfloat16 for each part; none of floats.
-        starts: int64 [P], the first position of each part, ascending.
-        bits: Of a value: 32, 16, 4, 2 or 1.
-    """
-
+    #: float32 or uint16 (the bits of bfloat16) [K or more]; or uint8 [K / 8 * bits or more]: of each value a level, and
+    #: the sign in the highest bit, the first of a byte in its lowest bits.
     codes: np.ndarray
-    scales: np.ndarray
-    starts: np.ndarray
-    bits: int
+    scales: np.ndarray  #: uint16 [P], bits of a bfloat16 for each part; none of floats
+    starts: np.ndarray  #: int64 [P], the first position of each part, ascending
+    bits: int  #: of a value: 32, 16, 4, 2 or 1
 
     @classmethod
     def floats(cls, values: np.ndarray) -> Codes:
@@ -50,13 +44,11 @@ class Message:
     Args:
         encoded: Where these are.
         held: They themselves.
-
-    Attributes:
-        described: int64 [14], ``struct message``; holds as long as this does.
     """
 
     def __init__(self, encoded: Encoded, *held: Any) -> None:
-        self.described, self._held = np.array(encoded, np.int64), held
+        self._held = held
+        self.described = np.array(encoded, np.int64)  #: int64 [14], ``struct message``; holds as long as this does
 
     @classmethod
     def dense(cls, values: Tensor) -> Message:
@@ -173,17 +165,12 @@ def check_entries(number: int, room: int) -> None:
 
 
 class EliasFano(NamedTuple):
-    """Fields of a message.
+    """Fields of a message."""
 
-    Args:
-        ranks: [R + 1], entries before each region, and in all: uint16 if there is room for fewer than 2^16, or uint32.
-        high: uint64, for each bucket a 1 for every entry, then a 0; the lowest bit comes first.
-        low: uint32, the places of entries in their buckets, one behind the other.
-    """
-
+    #: [R + 1], entries before each region, and in all: uint16 if there is room for fewer than 2^16, or uint32.
     ranks: np.ndarray
-    high: np.ndarray
-    low: np.ndarray
+    high: np.ndarray  #: uint64, for each bucket a 1 for every entry, then a 0; the lowest bit comes first
+    low: np.ndarray  #: uint32, the places of entries in their buckets, one behind the other
 
 
 def write_elias_fano(
@@ -266,9 +253,6 @@ class Outgoing:
     Args:
         below, runs, low_bits, room, fields: See :func:`write_elias_fano`.
         codes, field: For values; codes and scales lie in ``field``, uint8, all bytes of values.
-
-    Attributes:
-        described: int64 [17], ``struct outgoing``; holds as long as this does.
     """
 
     def __init__(
@@ -278,6 +262,7 @@ class Outgoing:
         ranks, high, low = fields
         places = [at(ranks), ranks.nbytes, at(high), len(high), at(low), len(low)]
         coded = [at(field), len(field), codes.bits, at(codes.scales), at(codes.starts), len(codes.starts)]
+        #: int64 [17], ``struct outgoing``; holds as long as this does.
         self.described = np.array([below, at(runs), len(runs), low_bits, room, *places, *coded], np.int64)
 
 
@@ -285,18 +270,12 @@ _M = TypeVar("_M", Message, Outgoing)
 
 
 class Together(Generic[_M]):
-    """Several messages that one call reads or writes.
-
-    Args:
-        messages: They stay where they are.
-
-    Attributes:
-        described: int64 [14 or 17 for each], what C is told of them.
-    """
+    """Several messages that one call reads or writes. They stay where they are."""
 
     def __init__(self, messages: Sequence[_M]) -> None:
         self.messages: Sequence[_M] = messages
         self.number = len(messages)
+        #: int64 [14 or 17 for each], what C is told of them.
         self.described = np.concatenate([_NONE, *(message.described for message in messages)])
 
 

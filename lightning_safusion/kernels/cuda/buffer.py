@@ -24,46 +24,31 @@ _WIDTHS = np.array([*(kind.itemsize for kind in KINDS), 0])
 
 
 class Weighing(NamedTuple):
-    """What the optimizer divides gradients by, where keys are compared.
+    """What the optimizer divides gradients by, where keys are compared."""
 
-    Args:
-        moments: Second moments, flat; None for a tensor whose elements are their own keys.
-        epsilons: What is added to their roots.
-        keys: int32 [N], is written.
-    """
-
-    moments: Sequence[Tensor | None]
-    epsilons: Sequence[float]
-    keys: Tensor
+    moments: Sequence[Tensor | None]  #: second moments, flat; None for a tensor whose elements are their own keys
+    epsilons: Sequence[float]  #: what is added to their roots
+    keys: Tensor  #: int32 [N], is written
 
 
 @dataclass(eq=False)
 class Located:
-    """What the device is told of the gradients of a window: tables, of one set of gradients and flags.
+    """What the device is told of the gradients of a window: tables, of one set of gradients and flags."""
 
-    Args:
-        addresses: int64 [4, T], of gradients, moments and lanes, and where means are added up.
-        epsilons: float32 [T], of the moments.
-        launches: Kinds of gradients and moments, their chunks, and how many these are.
-        places: int64 [T], where means are added up: in host memory.
-        taken: bool [T], the rows that send something.
-        flags: int32 [T], by which tensors differ from those of almost every window; None where all are as these.
-        silent: Dense lanes of which nothing is sent.
-        shard: Addresses, epsilons and launches (kinds of moments, tiles, and how many) of the worker's own shard.
-        constants: The buffer's, of which a window in which all rows send something may change nothing; and its room.
-        left: Tensors whose gradients stay as they are.
-    """
-
-    addresses: Tensor
-    epsilons: Tensor
+    addresses: Tensor  #: int64 [4, T], of gradients, moments and lanes, and where means are added up
+    epsilons: Tensor  #: float32 [T], of the moments
+    #: Kinds of gradients and moments, their chunks, and how many these are.
     launches: list[tuple[int, int, Tensor, int]]
-    places: np.ndarray
-    taken: np.ndarray
+    places: np.ndarray  #: int64 [T], where means are added up: in host memory
+    taken: np.ndarray  #: bool [T], the rows that send something
+    #: int32 [T], by which tensors differ from those of almost every window; None where all are as these.
     flags: Tensor | None
-    silent: list[Tensor]
+    silent: list[Tensor]  #: dense lanes of which nothing is sent
+    #: Addresses, epsilons and launches (kinds of moments, tiles, and how many) of the worker's own shard.
     shard: tuple[Tensor, Tensor, list[tuple[int, Tensor, int]]] | None = None
+    #: The buffer's, of which a window in which all rows send something may change nothing; and its room.
     constants: tuple[Tensor, Tensor, int] | None = None
-    left: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()  #: tensors whose gradients stay as they are
 
 
 def grouped(moments: np.ndarray, own: np.ndarray, weighed: bool) -> Iterator[tuple[int, np.ndarray]]:

@@ -24,23 +24,14 @@ from lightning_safusion.kernels.cuda.tables import ShardTables
 
 @dataclass(frozen=True, eq=False)
 class Mail:
-    """Memory of the messages of a buffer, uint8.
+    """Memory of the messages of a buffer, uint8."""
 
-    Args:
-        sending: Those for owners, and behind them this worker's header.
-        arriving: [workers - 1, nbytes], what others have selected in its shard.
-        delivering: The sums that it delivers.
-        gathered: [workers, nbytes], those of all owners.
-        lane: The means of dense tensors.
-        header: Bytes of ``sending`` before the header.
-    """
-
-    sending: Tensor
-    arriving: Tensor
-    delivering: Tensor
-    gathered: Tensor
-    lane: Tensor
-    header: int
+    sending: Tensor  #: those for owners, and behind them this worker's header
+    arriving: Tensor  #: [workers - 1, nbytes], what others have selected in its shard
+    delivering: Tensor  #: the sums that it delivers
+    gathered: Tensor  #: [workers, nbytes], those of all owners
+    lane: Tensor  #: the means of dense tensors
+    header: int  #: bytes of ``sending`` before the header
 
 
 class OwnerKernels(BufferKernels):

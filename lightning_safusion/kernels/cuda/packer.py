@@ -19,14 +19,11 @@ _ITEMS, _WRITTEN = 512, 128  # candidates; and those of which entries are writte
 
 
 class Workspace:
-    """Memory that the selections of all buffers of one stream use in turn.
-
-    Attributes:
-        unscaled: float32 [2], the factor of a loss that is not scaled, and its reciprocal.
-    """
+    """Memory that the selections of all buffers of one stream use in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.int32, device=device)
+        #: float32 [2], the factor of a loss that is not scaled, and its reciprocal.
         self.unscaled = torch.ones(2, dtype=torch.float32, device=device)
 
     def take(self, sizes: Sequence[int], zeros: int) -> list[Tensor]:

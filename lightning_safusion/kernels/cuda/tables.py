@@ -35,43 +35,27 @@ _EXPONENT = 8
 
 
 class Runs(NamedTuple):
-    """Where tensors lie in a message; a tensor without entries has no buckets, regions or parts, or none that is read.
+    """Where tensors lie in a message; one without entries has no buckets, regions or parts, or none that is read."""
 
-    Args:
-        buckets, regions: int64 [T + 1], before each, and in all.
-        parts: int64 [T], before each.
-        part_bits: int64 [T], elements of a part, as a power of two.
-    """
-
+    #: int64 [T + 1], before each, and in all.
     buckets: np.ndarray
     regions: np.ndarray
-    parts: np.ndarray
-    part_bits: np.ndarray
+    parts: np.ndarray  #: int64 [T], before each
+    part_bits: np.ndarray  #: int64 [T], elements of a part, as a power of two
 
 
 @dataclass(frozen=True)
 class Message:
-    """The fields of a message. Words have 32 bits, and are counted from its first.
+    """The fields of a message. Words have 32 bits, and are counted from its first."""
 
-    Args:
-        capacity: Most entries.
-        low_bits: Of a position in its bucket.
-        parts: That share a scale.
-        fields: Words before ranks, high bits, low bits, values and scales.
-        nbytes: In all.
-        header: Bytes of flags, notices and padding.
-        runs: Where tensors lie in it; None if nothing is selected.
-        values: Their kind: a place in ``KINDS``, or ``FOUR_BITS``. Numbers have no parts.
-    """
-
-    capacity: int
-    low_bits: int
-    parts: int
-    fields: tuple[int, int, int, int, int]
-    nbytes: int
-    header: int
-    runs: Runs | None
-    values: int = FOUR_BITS
+    capacity: int  #: most entries
+    low_bits: int  #: of a position in its bucket
+    parts: int  #: that share a scale
+    fields: tuple[int, int, int, int, int]  #: words before ranks, high bits, low bits, values and scales
+    nbytes: int  #: in all
+    header: int  #: bytes of flags, notices and padding
+    runs: Runs | None  #: where tensors lie in it; None if nothing is selected
+    values: int = FOUR_BITS  #: their kind: a place in ``KINDS``, or ``FOUR_BITS``. Numbers have no parts.
 
     def described(self, start: int = 0, room: int = 0, entries: int = 0, parts: int = 0) -> np.ndarray:
         """int32 [16], as kernels read it: :class:`~lightning_safusion.kernels.cuda.rows.MessageRow`.
@@ -104,49 +88,30 @@ class Message:
 
 
 class Cut(NamedTuple):
-    """Parts of tensors in place of tensors, each in the message for, or of, the worker that owns it.
+    """Parts of tensors in place of tensors, each in the message for, or of, the worker that owns it."""
 
-    Args:
-        tensors: int64 [M], of which tensor each is a part.
-        inside: int64 [M], elements of that tensor before it.
-        owners: int64 [M], the message of each.
-        messages: The formats; every one has its own regions and parts.
-        starts: Words before each message.
-        elsewhere: int64 [M], where each begins: in the shard of its owner; or, if the tables are of a shard, in the
-            buffer.
-        heads: Tensors in the header of each message.
-    """
-
-    tensors: np.ndarray
-    inside: np.ndarray
-    owners: np.ndarray
-    messages: Sequence[Message]
-    starts: Sequence[int]
+    tensors: np.ndarray  #: int64 [M], of which tensor each is a part
+    inside: np.ndarray  #: int64 [M], elements of that tensor before it
+    owners: np.ndarray  #: int64 [M], the message of each
+    messages: Sequence[Message]  #: the formats; every one has its own regions and parts
+    starts: Sequence[int]  #: words before each message
+    #: int64 [M], where each begins: in the shard of its owner; or, if the tables are of a shard, in the buffer.
     elsewhere: np.ndarray
-    heads: int
+    heads: int  #: tensors in the header of each message
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """A buffer's constants in host memory.
+    """A buffer's constants in host memory."""
 
-    Args:
-        edges: int64 [T + 1], where its tensors begin and end.
-        quotas: int64 [T], elements that each may send; 0 for one that is dense, or from which nothing is selected.
-        pool: Room for further elements, the largest of all tensors with a quota.
-        kinds: int64 [T], of gradients.
-        lanes: int64 [T], bytes of a message before the values of a dense tensor, -1 for others.
-        message: Its format; of several, what they have together.
-        cut: What the rows are if they are not tensors. T is their number, wherever it stands here.
-    """
-
-    edges: np.ndarray
+    edges: np.ndarray  #: int64 [T + 1], where its tensors begin and end
+    #: int64 [T], elements that each may send; 0 for one that is dense, or from which nothing is selected.
     quotas: np.ndarray
-    pool: int
-    kinds: np.ndarray
-    lanes: np.ndarray
-    message: Message
-    cut: Cut | None = None
+    pool: int  #: room for further elements, the largest of all tensors with a quota
+    kinds: np.ndarray  #: int64 [T], of gradients
+    lanes: np.ndarray  #: int64 [T], bytes of a message before the values of a dense tensor, -1 for others
+    message: Message  #: its format; of several, what they have together
+    cut: Cut | None = None  #: what the rows are if they are not tensors. T is their number, wherever it stands here.
 
     @property
     def number(self) -> int:
@@ -332,16 +297,10 @@ def _padded(row: np.ndarray) -> np.ndarray:
 
 
 class ShardTables(NamedTuple):
-    """What kernels are told of a buffer that workers own in shards.
+    """What kernels are told of a buffer that workers own in shards."""
 
-    Args:
-        first: Its pieces, and the messages for all owners, one behind the other; that of this worker is a header only.
-        second: The same pieces in the messages of their owners, which all have the same size.
-        arriving: The pieces of its own shard, one behind the other, in a message that another has sent.
-        delivering: The same in the message that it delivers; None, as ``arriving``, if it owns nothing.
-    """
-
+    #: Its pieces, and the messages for all owners, one behind the other; that of this worker is a header only.
     first: Tables
-    second: Tables
-    arriving: Tables | None
-    delivering: Tables | None
+    second: Tables  #: the same pieces in the messages of their owners, which all have the same size
+    arriving: Tables | None  #: the pieces of its own shard, one behind the other, in a message that another has sent
+    delivering: Tables | None  #: the same in the message that it delivers; None, as ``arriving``, if it owns nothing

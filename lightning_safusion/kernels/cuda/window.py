@@ -60,9 +60,6 @@ class WindowKernels:
 
     Args:
         device: Where the buffers live.
-
-    Attributes:
-        verdicts: uint8, the status and the headers of the window that has ended last.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +68,8 @@ class WindowKernels:
         self._turn = 0
         self._recent = Recent[tuple[object, ...], tuple[Tensor, Tensor]](TURNS)
         self._own: list[np.ndarray] = []  # tiles of the buffers
-        self._tiles = self.verdicts = torch.empty(0, dtype=torch.float32)
+        #: uint8, the status and the headers of the window that has ended last.
+        self.verdicts = self._tiles = torch.empty(0, dtype=torch.float32)
 
     @property
     def status(self) -> Tensor:

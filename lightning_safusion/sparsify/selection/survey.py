@@ -34,26 +34,17 @@ _LEAST = 1024  # elements of a sample
 
 @dataclass(frozen=True, eq=False)
 class Live:
-    """The segments with elements and a quota ([A]); nothing is selected from others.
+    """The segments with elements and a quota ([A]); nothing is selected from others."""
 
-    Args:
-        places: int64 [A], which segments.
-        starts: int64 [A], their first elements.
-        sizes: int64 [A], their elements.
-        quotas: int64 [A], no more than these.
-        parts: The same runs as compiled kernels take them.
-        room: For how many candidates there shall be room.
-        enough: float64 [A + 1], candidates of each that should exceed its floor, and at last of all of them together.
-        most: float64 [A + 1], as many are too many; infinite where all elements are not ``enough``: the floor is 0.
-    """
-
-    places: np.ndarray
-    starts: np.ndarray
-    sizes: np.ndarray
-    quotas: np.ndarray
-    parts: native.Parts
-    room: int
+    places: np.ndarray  #: int64 [A], which segments
+    starts: np.ndarray  #: int64 [A], their first elements
+    sizes: np.ndarray  #: int64 [A], their elements
+    quotas: np.ndarray  #: int64 [A], no more than these
+    parts: native.Parts  #: the same runs as compiled kernels take them
+    room: int  #: for how many candidates there shall be room
+    #: float64 [A + 1], candidates of each that should exceed its floor, and at last of all of them together.
     enough: np.ndarray
+    #: float64 [A + 1], as many are too many; infinite where all elements are not ``enough``: the floor is 0.
     most: np.ndarray
 
     @staticmethod
@@ -76,24 +67,19 @@ class History:
 
     Args:
         segments: The cut.
-
-    Attributes:
-        live: Its segments with elements and a quota ([A]).
-        floors: int32 [A + 1], bits of magnitudes that the quota of each live segment, and at last the room of all of
-            them together, most likely exceed; :data:`UNKNOWN` where nothing is known.
-        sums: Which sums will most likely be asked for.
-        used: A selection with the cut itself has been made.
     """
 
     def __init__(self, segments: Segments) -> None:
         self.segments, self.live = segments, Live.of(segments)
-        self.sums: native.Sums | None = None
-        self.used = False
+        self.sums: native.Sums | None = None  #: which will most likely be asked for
+        self.used = False  #: a selection with the cut itself has been made
         self._derived: dict[Segments, History] = {}
         self.forget()
 
     def forget(self) -> None:
         """Drops the floors: where far too many elements exceeded them, samples give better ones."""
+        #: int32 [A + 1], bits of magnitudes that the quota of each live segment, and at last the room of all of them
+        #: together, most likely exceed; UNKNOWN where nothing is known.
         self.floors = np.full(len(self.live.enough), UNKNOWN, np.int32)
 
     def derived(self, segments: Segments) -> History | None:
@@ -180,14 +166,12 @@ class Foresight:
     Args:
         history: Of the span that will be selected from.
         edges: Where the tensors of the span begin and end.
-
-    Attributes:
-        cut: The tensors, cut where segments begin; None where each lies in one segment.
     """
 
     def __init__(self, history: History, edges: Sequence[int]) -> None:
         self.history, segments, live = history, history.segments, history.live
         bounds, number = np.asarray(edges, np.int64), len(live.places)
+        #: the tensors, cut where segments begin; None where each lies in one segment
         self.cut = None if np.isin(segments.edges, bounds).all() else _parts(bounds, segments.edges)
         starts = bounds[:-1][np.diff(bounds) > 0] if self.cut is None else self.cut.starts
         live_places = np.full(len(segments), number)

@@ -22,23 +22,14 @@ _CHUNK = 4096  # elements summed by one thread block
 
 @dataclass(frozen=True, eq=False)
 class _Constants:
-    """What depends on the segmentation only, on the device.
+    """What depends on the segmentation only, on the device."""
 
-    Args:
-        owner: int64 [N], segment of each element.
-        edges: int64 [M + 1].
-        quotas: int64 [M], no more than the size of the segment.
-        chunks: int64 [C], lengths of chunks of at most ``_CHUNK`` elements, none of which crosses a segment.
-        chunks_per_segment: int64 [M].
-        total: Sum of ``quotas``, known to the host.
-    """
-
-    owner: Tensor
-    edges: Tensor
-    quotas: Tensor
-    chunks: Tensor
-    chunks_per_segment: Tensor
-    total: int
+    owner: Tensor  #: int64 [N], segment of each element
+    edges: Tensor  #: int64 [M + 1]
+    quotas: Tensor  #: int64 [M], no more than the size of the segment
+    chunks: Tensor  #: int64 [C], lengths of chunks of at most ``_CHUNK`` elements, none of which crosses a segment
+    chunks_per_segment: Tensor  #: int64 [M]
+    total: int  #: sum of ``quotas``, known to the host
 
     @staticmethod
     @constant_of_segments

@@ -16,15 +16,10 @@ from lightning_safusion.kernels import cpu as native
 
 
 class Moment(NamedTuple):
-    """What an optimizer divides the gradient of one tensor by: ``sqrt(values) + epsilon``.
+    """What an optimizer divides the gradient of one tensor by: ``sqrt(values) + epsilon``."""
 
-    Args:
-        values: Floating, flat, in the memory order of the gradient.
-        epsilon: Small and positive.
-    """
-
-    values: Tensor
-    epsilon: float
+    values: Tensor  #: floating, flat, in the memory order of the gradient
+    epsilon: float  #: small and positive
 
 
 #: The second moment of the tensor with a registration index; None if there is none (yet).
