@@ -20,7 +20,7 @@ from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
 from lightning_safusion.fusion.launching import offloaded
 from lightning_safusion.fusion.layout import specs_from_parameters
-from lightning_safusion.kernels.cuda import serves
+from lightning_safusion.kernels.cuda import serves_buffers
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from tests.cluster import settings
@@ -124,7 +124,7 @@ def many_tensors() -> tuple[Tensor, Segments]:
 
 def test_kernels_serve_the_device() -> None:
     pytest.importorskip("triton")
-    assert serves(DEVICE)
+    assert serves_buffers(DEVICE)
 
 
 @pytest.mark.parametrize("wire", ["eliasfano-bf16", "coo-fp32", "bitmap-fp16"])

@@ -22,30 +22,19 @@ from importlib.util import find_spec
 
 import torch
 
-__all__ = ["MOST_ELEMENTS", "serves", "serves_buffers"]
+__all__ = ["MOST_ELEMENTS", "serves_buffers"]
 
 #: Elements of the longest buffer: int32 addresses them, and the end of the last block too.
 MOST_ELEMENTS = 2**31 - 2**13
 
 
 @cache
-def serves(device: torch.device) -> bool:
-    """Whether the kernels run on ``device``; compiles the smallest of them on the first call for a CUDA device."""
+def serves_buffers(device: torch.device) -> bool:
+    """Whether the kernels run on ``device``. The first call for a CUDA device compiles them, and warns if it fails."""
     if device.type != "cuda" or not torch.cuda.is_available() or find_spec("triton") is None:
         return False
-    return _try("launch", device)
-
-
-def serves_buffers(device: torch.device) -> bool:
-    """Whether those of whole buffers run on ``device`` too; compiles them on the first call for a CUDA device."""
-    return serves(device) and _try("buffer", device)
-
-
-@cache
-def _try(module: str, device: torch.device) -> bool:
-    """Whether the kernels that a module's ``probe`` starts run on ``device``; warns if not."""
     try:
-        import_module(f"{__name__}.{module}").probe(device)
+        import_module(f"{__name__}.buffer").probe(device)
     except Exception as error:  # whatever a toolchain can fail with: no compiler, an old driver, an unknown chip
         warnings.warn(
             f"Triton is installed but cannot run here ({type(error).__name__}: {error}); buffers use PyTorch "

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
@@ -18,7 +17,7 @@ from triton.runtime.jit import JITFunction
 #: bits of a message that are read together.
 BLOCK, ADDED, BITS = 1024, 512, 256
 # Warps of a program; of other kernels 4, so many that no register is spilled. write is fastest with one.
-_WARPS = {"write": 1, "count_above": 8, "_write_one": 8}
+_WARPS = {"write": 1, "count_above": 8}
 #: Version of Triton.
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Registers of a thread that a kernel may have. Without a limit some versions of NVIDIA's compiler spill one, so that a
@@ -123,13 +122,3 @@ _started: dict[Any, _Started] = {}  # by the Python function of a kernel
 def _picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
     """Takes the values at some keys out of what it is given."""
     return itemgetter(*keys) if len(keys) > 1 else lambda held: tuple(held[key] for key in keys)
-
-
-@triton.jit
-def _write_one(out: tl.tensor) -> None:
-    tl.store(out, 1)
-
-
-def probe(device: torch.device) -> None:
-    """Compiles and starts a kernel; raises what the toolchain raises where that is not possible."""
-    launch(_write_one, 1, torch.empty(1, dtype=torch.int32, device=device))

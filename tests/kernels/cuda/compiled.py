@@ -20,7 +20,7 @@ from lab.kernels.compiling import Target
 from lightning_safusion.fusion import fused
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.layout import TensorSpec
-from lightning_safusion.kernels.cuda import buffer, launch
+from lightning_safusion.kernels.cuda import buffer
 from lightning_safusion.kernels.cuda.window import WindowKernels
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import settings
@@ -76,7 +76,6 @@ def compiled(sizes: Sequence[int], workers: int, dtype: torch.dtype, **options: 
 def main() -> None:
     triton.compiler.compile = Made
     triton.runtime.driver.set_active(Target("90", 0))
-    launch.probe(torch.device("cpu"))
     buffer.probe(torch.device("cpu"))
     found: dict[str, Any] = {"start": Made.made}
     with (
