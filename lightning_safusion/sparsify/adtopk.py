@@ -68,7 +68,6 @@ class ADTopk(Sparsifier):
         return numel // matrix[axis] * element_quota(matrix[axis], density)
 
     def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
-        """Selects exactly the quota of every segment, or what exceeds a reused threshold."""
         if segments.pool:
             return pooled(x, segments, self._top_rows, survey)
         if not self.interleave or step % 2 == 0:
@@ -78,11 +77,9 @@ class ADTopk(Sparsifier):
         return largest(x, segments, survey)
 
     def state_dict(self) -> dict[str, Any]:
-        """Reused thresholds, see :meth:`OkTopk.state_dict`."""
         return {} if self._reused is None else self._reused.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned."""
         if self._reused is None:
             super().load_state_dict(state)
         else:

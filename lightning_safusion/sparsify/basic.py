@@ -42,7 +42,7 @@ class NoCompression(TopK):
         return numel
 
     def select(self, x: Tensor, segments: Segments, step: int, survey: SpanSurvey | None = None) -> Selection:
-        """Selects every element; a quota below the size of its segment is filled with the largest ones."""
+        """A quota below the size of its segment is filled with the largest elements."""
         if segments.numel and (segments.quotas == segments.sizes).all():
             return Selection(_all_indices(segments, x.device), x.clone(), segments.numel)
         return super().select(x, segments, step, survey)
@@ -97,10 +97,7 @@ class RandomK(Sparsifier):
         self.seed = seed
 
     def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
-        """Selects exactly the quota of every segment.
-
-        There is no order of size for a pool to follow: it is dealt out to the segments in proportion to their room.
-        """
+        """A pool has no order of size to follow: it is dealt out to the segments in proportion to their room."""
         starts, sizes, quotas, hashes = _active(segments)
         if not len(quotas):
             return empty_selection(x.device)

@@ -57,7 +57,6 @@ class DGC(ThresholdSparsifier):
         self.seed = seed
 
     def thresholds(self, view: SegmentedView, step: int) -> Tensor:
-        """Sampled thresholds, float32 [M], lowered where too few elements exceed them."""
         tau = self._sampled(view, step)
         for _ in range(self.max_iterations):
             few = (view.count_above(tau) < self.lower * view.quotas) & (tau > 0)

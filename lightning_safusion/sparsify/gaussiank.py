@@ -45,7 +45,6 @@ class GaussianK(ThresholdSparsifier):
         self.max_refine = max_refine or (8 if refine == "bisect" else 3)
 
     def thresholds(self, view: SegmentedView, step: int) -> Tensor:
-        """Refined thresholds, float32 [M]."""
         if self.refine == "paper":
             return self._paper(view, normal_thresholds(view))
         return self._bisect(view, normal_thresholds(view, middle=True))

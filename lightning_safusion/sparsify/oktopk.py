@@ -48,7 +48,6 @@ class OkTopk(ThresholdSparsifier):
         self._reused: dict[Hashable, _Reused] = {}
 
     def thresholds(self, view: SegmentedView, step: int) -> Tensor:
-        """Exact thresholds of the segments that are due, reused ones of the others, float32 [M]."""
         unit = view.abs_sums() / view.sizes if self.control == "scaled" else torch.ones_like(view.sizes)
         due, before = self._due(view, step), self._recall(view)
         tau = before * unit
@@ -80,7 +79,7 @@ class OkTopk(ThresholdSparsifier):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned; thresholds of the other control are evaluated anew instead."""
+        """Restores thresholds; those of the other control are evaluated anew instead."""
         self._reused = {}
         if state and state["control"] == self.control:
             rows = zip(state["levels"].clone().unbind(), state["quotas"], state["evaluated"], strict=True)

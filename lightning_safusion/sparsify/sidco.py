@@ -72,7 +72,6 @@ class SIDCo(ThresholdSparsifier):
         self._state: dict[Hashable, Tensor] = {}
 
     def thresholds(self, view: SegmentedView, step: int) -> Tensor:
-        """Thresholds of the last stage, float32 [M]."""
         if not self.adapt:
             return self._estimate(view, torch.full_like(view.sizes, self.stages), self.stages)
         fresh = device_constant(np.array([self.stages, 0, 0], np.float64), view.x.device)
@@ -90,7 +89,6 @@ class SIDCo(ThresholdSparsifier):
         return {"keys": list(self._state), "stages": torch.stack([row.cpu() for row in self._state.values()])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned."""
         self._state = dict(zip(state["keys"], state["stages"].clone().unbind(), strict=True)) if state else {}
 
     def _estimate(self, view: SegmentedView, stages: Tensor, most_stages: int) -> Tensor:
@@ -189,7 +187,6 @@ def gamma_tail_quantile(shape: Tensor, density: Tensor) -> Tensor:
 
 
 def _most_stages(view: SegmentedView) -> int:
-    """Largest number of stages that adaptation may give any segment of the span."""
     live = view.segments.quotas > 0
     ratios = view.segments.sizes[live] / view.segments.quotas[live]
     return max(1, math.ceil(math.log2(ratios.max(initial=1))))

@@ -28,7 +28,6 @@ def crc32c(data: np.ndarray) -> int:
 
 @cache
 def _table() -> list[int]:
-    """What each byte does to a checksum."""
     table = np.arange(256)
     for _ in range(8):
         table = table >> 1 ^ (table & 1) * _POLYNOMIAL

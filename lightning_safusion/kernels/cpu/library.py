@@ -208,14 +208,10 @@ def rearranged(array: np.ndarray, runs: Sequence[tuple[int, int]]) -> np.ndarray
 
 
 class _Block:
-    """Memory that one array after the other lies in.
-
-    Args:
-        size: Bytes.
-    """
+    """Memory that one array after the other lies in."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.memory = size, _pages(size)
+        self.size, self.memory = size, _pages(size)  # bytes
         self.array: Callable[[], np.ndarray | None] = lambda: None  # a weak reference
 
 

@@ -138,7 +138,6 @@ class BufferKernels:
         epsilons: Sequence[float],
         flags: np.ndarray | None,
     ) -> Located:
-        """Addresses, kinds and epsilons of tensors; of none if keys are not compared in other units."""
         tables, of = self.tables, self.tables.pieces.tensors
         kinds, own, places = np.full(tables.number, -1), np.zeros(tables.number), np.zeros(tables.number, np.int64)
         if moments:
@@ -154,7 +153,6 @@ class BufferKernels:
     def _grouped(
         self, table: np.ndarray, epsilons: np.ndarray, moment_kinds: np.ndarray, weighed: bool, flags: np.ndarray | None
     ) -> Located:
-        """Copies addresses to the device, and groups launches by the kinds of gradients and moments."""
         tables, kinds, different, taken = self.tables, self.tables.kinds, None, np.ones(self.tables.number, bool)
         if flags is not None:
             taken = (flags == FRESH.value)[tables.pieces.tensors]
@@ -179,7 +177,6 @@ class BufferKernels:
             located.left = left
 
     def _use(self, located: Located) -> None:
-        """Says which rows send something, if that is not known."""
         whole = located.flags is None
         if not whole or not self._whole:
             if located.constants is None:
@@ -198,11 +195,7 @@ class BufferKernels:
         self.packer.find(self._compensate(decay, weighing), self.memory)
 
     def _compensate(self, decay: float, weighing: Weighing | None) -> Tensor:
-        """Adds the gradients to the residual, and counts the first digit of keys, unless what is sent is known.
-
-        Returns:
-            int32 [N], the keys.
-        """
+        """The keys (int32 [N]), after all gradients are added; counts their first digits if some are to be found."""
         packer, located = self.packer, self.located
         keys = self.memory.view(torch.int32) if weighing is None else weighing.keys
         if located.flags is not None:

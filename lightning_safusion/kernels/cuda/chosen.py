@@ -94,7 +94,6 @@ class ThresholdKernels(BufferKernels):
 
 
 def _set_room(constants: Constants, count: int | Tensor) -> None:
-    """Says how many entries the message of this window has."""
     room = constants.shape[0, ROOM.value : ROOM.value + 1]
     if isinstance(count, Tensor):
         room.copy_(count.view(1))

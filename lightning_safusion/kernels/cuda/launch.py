@@ -85,19 +85,11 @@ def start(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict[
 
 
 def _is_told(kernel: Any) -> bool:
-    """Whether somebody wants to be told of launches."""
     before, after = _HOOKS.launch_enter_hook, _HOOKS.launch_exit_hook
     return bool(kernel.pre_run_hooks or getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
 class _Started:
-    """What has been started of a kernel.
-
-    Args:
-        kernel: The kernel.
-        arguments, constants: Of its first launch.
-    """
-
     def __init__(self, kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
         self.tensors = next((i for i, each in enumerate(arguments) if not isinstance(each, Tensor)), len(arguments))
         numbers, names = arguments[self.tensors :], kernel.arg_names[len(arguments) :] if _KNOWN else []
@@ -109,7 +101,6 @@ class _Started:
         self.variants: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
     def keep(self, key: tuple[Any, ...], made: Any) -> None:
-        """Notes what was started."""
         if isinstance(made, CompiledKernel):
             if len(self.variants) == _MOST_VARIANTS:
                 self.variants.clear()
@@ -120,5 +111,4 @@ _started: dict[Any, _Started] = {}  # by the Python function of a kernel
 
 
 def _picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Takes the values at some keys out of what it is given."""
     return itemgetter(*keys) if len(keys) > 1 else lambda held: tuple(held[key] for key in keys)

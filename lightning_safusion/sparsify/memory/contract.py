@@ -187,11 +187,7 @@ class Memory(ABC):
 
 
 class _PartsOf(dict[Sequence[int], Parts | None]):
-    """Parts of ascending tensors, by their ids (a range or a tuple), None if one is empty; kept for the next windows.
-
-    Args:
-        edges: Of all tensors.
-    """
+    """Parts of ascending tensors by their ids, a range or a tuple; None if one is empty. Kept for the next windows."""
 
     def __init__(self, edges: Sequence[int]) -> None:
         self._edges = np.asarray(edges, np.int64)
