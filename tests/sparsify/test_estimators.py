@@ -28,7 +28,7 @@ from lightning_safusion.sparsify.redsync import RedSync
 from lightning_safusion.sparsify.selection.select import ThresholdSparsifier, segmented_view
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.sidco import SIDCo
-from lightning_safusion.testing import check_selected
+from lightning_safusion.testing import check_selected, check_sparsifier
 from tests.sparsify.distributions import SAMPLERS, sample
 from tests.sparsify.oracle import cut
 
@@ -69,14 +69,8 @@ def several() -> tuple[Tensor, Segments]:
 
 @pytest.mark.parametrize("name", ALL)
 def test_contract(name: str) -> None:
-    x, segments = several()
-    before = x.clone()
-    sparsifier = ALL[name]()
-    for step in range(3):
-        counts = check_selected(sparsifier.select(x, segments, step), x, segments)
-        if not sparsifier.estimates:
-            assert counts.tolist() == list(QUOTAS)
-    assert torch.equal(x, before)
+    """For any span, also with NaN and infinities, which training flags and resets before a selection sees them."""
+    check_sparsifier(ALL[name])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -121,19 +115,6 @@ def test_order_of_the_elements_does_not_matter(name: str) -> None:
     assert sorted(order[permuted.indices].tolist()) == plain.indices.tolist()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_selection_is_reproducible_and_draws_no_global_random_number(name: str) -> None:
-    x, segments = several()
-    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()
-    runs = []
-    for _ in range(2):
-        sparsifier = ALL[name]()
-        runs.append([sparsifier.select(x, segments, step).indices for step in range(4)])
-    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
-    assert torch.equal(torch.get_rng_state(), torch_state)
-    assert (np.random.get_state()[1] == numpy_state[1]).all()
-
-
 @pytest.mark.parametrize("name", ["sidco-adapt", "oktopk", "oktopk-step"])
 def test_state_resumes_the_same_thresholds(name: str) -> None:
     segments = span_segments(20_000, 40)
@@ -151,37 +132,17 @@ def test_state_resumes_the_same_thresholds(name: str) -> None:
 # -- edge inputs ----------------------------------------------------------------------------------------------------
 
 
-def with_one(value: float) -> Tensor:
-    x = sample("gaussian", 1_000)
-    x[123] = value
-    return x
-
-
+# beside those of check_sparsifier
 EDGES: dict[str, tuple[Tensor, int]] = {
-    "zeros": (torch.zeros(1_000), 10),
     "constant": (torch.full((1_000,), 0.7), 10),
     "constant magnitude": (torch.where(torch.arange(1_000) % 3 == 0, -0.7, 0.7), 10),
     "one-hot": (torch.nn.functional.one_hot(torch.tensor(500), 1_000).float(), 10),
-    "one element": (torch.tensor([-3.0]), 1),
-    "one zero": (torch.zeros(1), 1),
-    "two elements": (torch.tensor([1.0, -2.0]), 1),
-    "two of two": (torch.tensor([1.0, -2.0]), 2),
-    "all negative": (-sample("gamma", 1_000).abs(), 10),
-    "everything": (sample("gaussian", 1_000), 1_000),
-    "less than one": (sample("gaussian", 1_000), 1),
-    "90 % zeros": (sample("zeros_gaussian", 1_000), 10),
-    "fewer non-zeros than the quota": (torch.where(torch.arange(1_000) < 4, 1.5, 0.0), 10),
-    "NaN": (with_one(math.nan), 10),
-    "Inf": (with_one(math.inf), 10),
-    "-Inf": (with_one(-math.inf), 10),
     "all NaN": (torch.full((1_000,), math.nan), 10),
     "all Inf": (torch.full((1_000,), math.inf), 10),
     "denormals": (sample("gaussian", 1_000) * 1e-41, 10),
     "huge": (sample("gaussian", 1_000) * 1e37, 10),
     "bfloat16 ties": (sample("gaussian", 1_000).bfloat16().float(), 10),
-    "float16 ties": (sample("gaussian", 1_000).half().float(), 10),
     "two values": (torch.where(torch.arange(1_000) % 2 == 0, 1.0, 1e-3), 10),
-    "arithmetic sequence": (torch.arange(1_000).float(), 10),
 }
 
 

@@ -127,9 +127,3 @@ def test_small_quotas_are_not_chased_to_the_very_number() -> None:
 
 def test_zeros_end_the_refinement_at_once() -> None:
     assert counts(torch.zeros(5_000), span_segments(5_000, 50)) == (1, torch.zeros(1))
-
-
-def test_default_number_of_trials_follows_the_rule() -> None:
-    assert GaussianK("paper").max_refine == 3
-    assert GaussianK().max_refine == 8
-    assert GaussianK(max_refine=5).max_refine == 5

@@ -1,29 +1,24 @@
+"""Names of compressors and memories."""
+
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-from lightning_safusion.sparsify import TopK, resolve_sparsifier
-
-BUILTIN = ["topk", "randomk", "threshold", "dgc", "gaussiank", "redsync", "sidco", "adtopk", "oktopk", "none"]
-
-
-def test_every_builtin_name_gives_the_sparsifier_of_that_name() -> None:
-    assert [resolve_sparsifier(name).name for name in BUILTIN] == BUILTIN
+from lightning_safusion.sparsify import resolve_memory, resolve_sparsifier
+from lightning_safusion.sparsify.memory.residual import MEMORIES
+from lightning_safusion.sparsify.registry import SPARSIFIERS
 
 
-def test_a_sparsifier_is_returned_as_it_is() -> None:
-    sparsifier = TopK()
-    assert resolve_sparsifier(sparsifier) is sparsifier
-
-
-def test_unknown_names_are_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"unknown compressor 'top-k'\. Did you mean 'topk'\?.*sidco"):
-        resolve_sparsifier("top-k")
-
-
-def test_other_types_are_refused() -> None:
-    wrong: Any = 5
+@pytest.mark.parametrize(("resolve", "known"), [(resolve_sparsifier, SPARSIFIERS), (resolve_memory, MEMORIES)])
+def test_a_part_is_made_by_its_name(resolve: Callable[[Any], Any], known: Mapping[str, type]) -> None:
+    for name, kind in known.items():
+        part = resolve(name)
+        assert type(part) is kind
+        assert resolve(part) is part
     with pytest.raises(TypeError, match="got 5 of type int"):
-        resolve_sparsifier(wrong)
+        resolve(5)
+    with pytest.raises(ValueError, match=r"unknown \w+ 'nome'\. Did you mean 'none'\?"):
+        resolve("nome")

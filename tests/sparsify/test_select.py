@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify import Threshold, TopK
-from lightning_safusion.sparsify.base import Segments, Selection, span_segments
+from lightning_safusion.sparsify.base import Selection, span_segments
 from lightning_safusion.sparsify.selection.native import NativeView
-from lightning_safusion.sparsify.selection.select import SegmentedView, pooled, segmented_view
+from lightning_safusion.sparsify.selection.select import SegmentedView, segmented_view
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey, common_floor
 from lightning_safusion.sparsify.selection.torch_view import TorchView
 from lightning_safusion.sparsify.selection.view import NumpyView
@@ -39,16 +39,6 @@ def test_samples_that_are_not_like_the_rest_change_no_result(backend: type[Segme
     check(view.take(torch.tensor([1.0])), x, exact_take(x, view.segments, [1.0]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_many_small_segments_select_exactly(backend: type[SegmentedView]) -> None:
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(0, 400, 2000)
-    quotas = np.minimum(sizes, rng.integers(0, 4, 2000))
-    x = torch.from_numpy(rng.standard_normal(int(sizes.sum())).astype(np.float32))
-    segments = cut(sizes.tolist(), quotas.tolist())
-    check(backend(x, segments).top(), x, exact_top(x, segments))
-
-
 def test_accelerator_selections_have_a_fixed_shape() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     selection = TorchView(x, cut([400, 600], [40, 60])).take(torch.tensor([2.0, 3.0]))
@@ -67,31 +57,6 @@ def test_wrong_input_is_refused_by_name() -> None:
         segmented_view(torch.zeros(11), segments)
 
 
-def exact_choice(x: Tensor, segments: Segments) -> Selection:
-    return segmented_view(x, segments).top()
-
-
-@needs_kernels
-@pytest.mark.parametrize("seed", range(4))
-def test_pooled_quotas_take_one_look_at_the_span(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    sizes = rng.choice([0, 1, 30, 800, 20_000, 150_000], size=9)
-    sizes[rng.integers(9)] = 150_000
-    quotas = [0 if rng.random() < 0.2 else max(1, s // 400) if s else 0 for s in sizes]
-    quotas[int(sizes.argmax())] = 300
-    scale = np.repeat(rng.choice([0.0, 0.01, 1, 50], size=9), sizes)
-    x = torch.from_numpy((rng.standard_normal(int(sizes.sum())) * scale).astype(np.float32))
-    if seed % 2:
-        x = x.bfloat16().float()  # many equals
-    segments = cut(sizes.tolist(), quotas, pool=int(rng.integers(1, 3000)))
-    twice = pooled(x, segments, exact_choice)
-    check(TopK().select(x, segments, 0), x, twice.indices.tolist())
-    with native.unused():
-        check(TopK().select(x, segments, 0), x, twice.indices.tolist())
-    once = NativeView(x, segments).top_pooled()
-    assert once is not None or (scale == 0).any()  # among zeros only the first ones count
-
-
 @needs_kernels
 def test_an_element_that_was_not_found_is_never_smaller_than_one_that_was_pooled() -> None:
     """A floor of its own that lets many through must not make up for a common one that lets too few."""
@@ -102,7 +67,7 @@ def test_an_element_that_was_not_found_is_never_smaller_than_one_that_was_pooled
     history.floors = np.array([0.0, 0.895, 0.895], np.float32).view(np.int32)
     once = segmented_view(x, segments, SpanSurvey(x, history)).top_pooled()
     assert once is not None
-    check(once, x, pooled(x, segments, exact_choice).indices.tolist())
+    check(once, x, exact_pooled(x, segments))
 
 
 @needs_kernels
@@ -129,7 +94,7 @@ def test_pooled_quotas_look_deeper_where_samples_tell_too_little() -> None:
     span = torch.from_numpy(x)
     once = NativeView(span, segments).top_pooled()
     assert once is not None
-    check(once, span, pooled(span, segments, exact_choice).indices.tolist())
+    check(once, span, exact_pooled(span, segments))
 
 
 @needs_kernels

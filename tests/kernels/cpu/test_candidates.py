@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify.base import Segments, span_segments
-from lightning_safusion.sparsify.basic import TopK
+from lightning_safusion.sparsify.base import span_segments
 from lightning_safusion.sparsify.selection.native import NativeView
 from lightning_safusion.sparsify.selection.select import segmented_view
 from lightning_safusion.sparsify.selection.survey import Foresight, History, SpanSurvey
@@ -56,26 +55,6 @@ def test_what_is_above_other_floors_is_counted_and_kept() -> None:
     known, told = np.array([1, 0, 1, 9], np.int32), np.array([11, 12, 13, 14])
     numbers = native.Lists(places, bits, counts).number_above(floors, known, told)
     assert numbers.tolist() == [expected[0], 12, expected[2], 14]
-
-
-@pytest.mark.parametrize("spread", [1, 4, 40, 100_000])
-@pytest.mark.parametrize("share", [0, 0.3, 0.9, 1])
-def test_lists_share_a_room_as_they_do_without_kernels(spread: int, share: float) -> None:
-    rng = np.random.default_rng(spread)
-    sizes, quotas = np.array([1, 7, 5000, 300, 40, 3, 20, 90]), np.array([1, 7, 40, 299, 1, 1, 0, 30])
-    x = torch.from_numpy(rng.integers(-spread, spread + 1, sizes.sum()).astype(np.float32))
-    x[8:5008] *= 3  # the others have few of the largest
-    pool = int(share * (sizes.sum() - 20 - quotas.sum()))
-    keys, shapes = tuple(range(len(sizes))), tuple((int(size),) for size in sizes)
-
-    segments = Segments(np.append(0, sizes.cumsum()), quotas, keys, shapes, pool)
-    here = TopK().select(x, segments, 0)
-    with native.unused():
-        there = TopK().select(x, segments, 0)
-    assert here.count == quotas.sum() + pool
-    assert here.indices.tolist() == there.indices.tolist()
-    assert torch.equal(here.values, there.values)
-    assert here.indices.dtype == torch.int64
 
 
 @pytest.mark.parametrize("spread", [1, 7, 100_000])

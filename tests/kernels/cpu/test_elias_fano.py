@@ -78,17 +78,6 @@ def test_bytes_are_those_of_numpy(share: int, kind: str) -> None:
         assert all(torch.equal(each, expected) for each in memory), count
 
 
-def test_entries_without_room_are_not_written() -> None:
-    codec, memory = codec_of(1000, 8), torch.full((1, 1000), 255, dtype=torch.uint8)
-    outgoing = codec.outgoing(memory[0, : codec.nbytes])
-    assert outgoing is not None
-    positions, values = np.arange(9), np.ones(9, np.float32)
-    before = memory.clone()
-    assert not native.write_messages(positions, values, np.array([9]), native.Together([outgoing]))
-    assert torch.equal(memory, before)
-    assert native.write_messages(positions[:8], values[:8], np.array([8]), native.Together([outgoing]))
-
-
 @pytest.mark.parametrize("kind", ["anywhere", "together", "at both ends"])
 @pytest.mark.parametrize(
     ("share", "values"), [(1, "q4"), (2, "q2"), (5, "sign"), (30, "fp32"), (130, "bf16"), (700, "q4"), (30, "q4")]
@@ -145,45 +134,17 @@ def test_entries_lie_as_far_apart_as_they_like(jump: int) -> None:
         written(codec, selected(back))
 
 
-@pytest.mark.parametrize("values", ["fp32", "bf16", "q4"])
-@pytest.mark.parametrize("field", ["high", "low"])
-def test_damaged_positions_are_refused_and_write_nowhere_else(values: str, field: str) -> None:
-    edges = [0, 60_000, 60_003, 100_000]
-    codec = resolve_codec(f"eliasfano-{values}", edges[-1], 9_000, torch.float32, edges)
-    whole = torch.zeros(codec.nbytes, dtype=torch.uint8)
-    indices = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))[:8_000].sort().values
-    codec.encode(Selection(indices, torch.ones(8_000), 8_000), whole)
-    begin = sum(codec.field_bytes[: 1 + (field == "low")])
-    size = codec.field_bytes[1 + (field == "low")]
-    refused: list[str] = []
-    for seed in range(50):
-        generator = torch.Generator().manual_seed(seed)
-        message = whole.clone()
-        spoilt = begin + torch.randint(0, size, (40,), generator=generator)
-        message[spoilt] = torch.randint(0, 256, (40,), generator=generator, dtype=torch.uint8)
-        read = codec.inbox(message[None])
-        room = torch.full((100_064,), 7.0)
-        grads = list(room[32:-32].split([60_000, 3, 39_997]))
-        try:
-            native.mean_into(grads, Parts.between(edges), read(), 1.0)
-        except ValueError as error:
-            refused.append(str(error))
-        assert (room[:32] == 7).all()
-        assert (room[-32:] == 7).all()
-    assert all("damaged" in each for each in refused)
-    assert len(refused) > (10 if field == "low" else 40)
-
-
 @settings(max_examples=80)
 @given(
     shape=st.sampled_from([(1, 1), (500, 3), (3000, 60), (4000, 3999), (70_000, 1)]),
+    values=st.sampled_from(["sign", "q4", "bf16", "fp32"]),
     field=st.sampled_from(["ranks", "high", "low"]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_the_same_damaged_messages_are_refused(shape: tuple[int, int], field: str, seed: int) -> None:
-    """Workers with kernels and without must end together."""
+def test_the_same_damaged_messages_are_refused(shape: tuple[int, int], values: str, field: str, seed: int) -> None:
+    """Workers with kernels and without must end together. Nothing is written outside of gradients."""
     numel, capacity = shape
-    codec, generator = codec_of(numel, capacity, "sign"), np.random.default_rng(seed)
+    codec, generator = codec_of(numel, capacity, values), np.random.default_rng(seed)
     count = int(generator.integers(0, capacity + 1))
     message = written(codec, selected(places("anywhere", numel, count)))
     begins = np.cumsum([0, *codec.field_bytes])[["ranks", "high", "low"].index(field) :][:2]
@@ -194,23 +155,28 @@ def test_the_same_damaged_messages_are_refused(shape: tuple[int, int], field: st
         for bit in generator.integers(8 * begins[0], 8 * begins[1], generator.integers(1, 4)):
             message[bit // 8] ^= 1 << int(bit % 8)
 
+    room = torch.full((numel + 64,), 7.0)
+
     def compiled() -> Tensor:
-        out = torch.zeros(numel)
         read = codec.inbox(message[None])
-        native.mean_into([out], Parts.between([0, numel]), read(), 1.0)
-        return out
+        native.mean_into([room[32:-32]], Parts.between([0, numel]), read(), 1.0)
+        return room[32:-32]
 
     def plain() -> Tensor:
         out = torch.zeros(numel)
         positions, values = codec.reader(message)(0, numel)
         return out.index_put_((positions,), values)
 
-    def outcome(read: Callable[[], Tensor]) -> Tensor | None:
+    def outcome(read: Callable[[], Tensor]) -> Tensor | str:
         try:
             return read()
-        except ValueError:
-            return None
+        except ValueError as error:
+            return str(error)
 
     ours, numpys = outcome(compiled), outcome(plain)
-    assert (ours is None) == (numpys is None)
-    assert ours is None or torch.equal(ours, numpys)
+    if isinstance(ours, str) or isinstance(numpys, str):
+        assert "damaged" in ours
+        assert "damaged" in numpys
+    else:
+        assert torch.equal(ours, numpys)
+    assert (room[[*range(32), *range(-32, 0)]] == 7).all()

@@ -12,7 +12,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm import resolve_codec
 from lightning_safusion.comm.wire.values import VALUES
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cpu import Parts, Wanted, elements, library
-from lightning_safusion.sparsify.base import Selection
 
 COMPILER = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
 pytestmark = pytest.mark.skipif(
@@ -135,6 +132,7 @@ def test_the_largest_magnitude(threads: int) -> None:
 def test_gradients_that_are_not_finite_are_left_out(threads: int, decay: float, bad: int | None, value: float) -> None:
     torch.manual_seed(0)
     grads = [torch.randn(size) for size in (5, 40_000, 1, 70_001)]
+    grads[3][7] = 3e38  # is finite
     edges = np.cumsum([0, *map(len, grads)])
     memory = torch.randn(int(edges[-1]))
     before, expected = memory.clone(), decay * memory + torch.cat(grads)
@@ -152,12 +150,6 @@ def test_what_is_found_soon_has_changed_nothing(bad: int) -> None:
     grad[bad], before = float("nan"), memory.clone()
     assert native.add_finite(memory, Parts.between([0, 100_000]), [grad], 0.9).left_out == [0]
     assert torch.equal(memory, before)
-
-
-def test_large_finite_gradients_are_added(threads: int) -> None:
-    grad, memory = torch.full((100,), 3e38), torch.zeros(100)
-    assert native.add_finite(memory, Parts.between([0, 100]), [grad], 1.0).left_out == []
-    assert torch.equal(memory, grad)
 
 
 @pytest.mark.parametrize("ranks", [0, 1, 2, 5])
@@ -189,32 +181,6 @@ def test_a_mean_that_overflows_is_noticed(threads: int) -> None:
     assert grad[9_000] == float("inf")
     entries = [(torch.tensor([9_000]), torch.tensor([torch.nan]))]
     assert not native.mean_into([grad], Parts.between([0, 10_000]), decoded(entries), 1.0)
-
-
-@pytest.mark.parametrize("values", ["fp32", "bf16", "q4", "q2", "sign"])
-def test_messages_are_read_as_they_are_decoded(values: str, threads: int) -> None:
-    torch.manual_seed(0)
-    edges = [0, 300, 300, 301, 150_000, 200_000]
-    codec = resolve_codec(f"eliasfano-{values}", edges[-1], 30_100, torch.float32, edges)
-    grads = [torch.full((stop - start,), float("nan")) for start, stop in pairwise(edges) if stop > start]
-    messages, expected = [], torch.zeros(edges[-1])
-    for count in (30_000, 0, 1, 7000):
-        indices = torch.randperm(edges[-1])[:count].sort().values
-        messages.append(torch.zeros(codec.nbytes, dtype=torch.uint8))
-        codec.encode(Selection(indices, torch.randn(count), count), messages[-1])
-        at, sent = codec.decode(messages[-1])
-        expected.scatter_add_(0, at, sent * 0.3)
-    read = codec.inbox(torch.stack(messages))
-    assert read is not None
-    compiled = read()
-    assert compiled.number == 4
-    assert native.mean_into(grads, Parts.between(edges), compiled, 0.3)
-    assert torch.equal(torch.cat(grads), expected)
-    memory = torch.randn(edges[-1])
-    at, sent = codec.decode(messages[0])
-    rest = memory.index_add(0, at, sent, alpha=-1)
-    native.take_out_message(memory, compiled.messages[0])
-    assert torch.equal(memory, rest)
 
 
 def test_what_was_sent_is_taken_out_in_turn() -> None:

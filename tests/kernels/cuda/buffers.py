@@ -19,27 +19,10 @@ from lightning_safusion.kernels.cuda.buffer import BufferKernels, Weighing
 from lightning_safusion.kernels.cuda.owners import Mail, OwnerKernels
 from lightning_safusion.kernels.cuda.packer import Workspace
 from lightning_safusion.kernels.cuda.window import WindowKernels
-from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.basic import TopK
 from tests.comm.exchanges import Workers, gradients, sharded
 
 Kernels = TypeVar("Kernels", bound=BufferKernels)
-
-MAGNITUDE = np.int32(0x7FFFFFFF)
-
-
-def oracle(keys: np.ndarray, segments: Segments) -> np.ndarray:
-    """Positions: of every segment its largest, then the largest of all others; the first among equals."""
-    bits = keys.view(np.int32) & MAGNITUDE
-    taken, live = np.zeros(len(bits), bool), np.zeros(len(bits), bool)
-    for start, stop, quota in zip(segments.edges[:-1], segments.edges[1:], segments.quotas, strict=True):
-        if quota:
-            live[start:stop] = True
-            taken[start + np.argsort(-bits[start:stop].astype(np.int64), kind="stable")[:quota]] = True
-    rest = np.flatnonzero(live & ~taken)
-    taken[rest[np.argsort(-bits[rest].astype(np.int64), kind="stable")[: segments.pool]]] = True
-    return np.flatnonzero(taken)
-
 
 SIZES = st.sampled_from([1, 2, 7, 31, 32, 33, 127, 128, 129, 500, 511, 512, 513, 1023, 1025, 2047, 2049, 3000, 4097])
 

@@ -232,13 +232,3 @@ def test_a_position_that_comes_twice_is_noticed() -> None:
         before = int(bits[(bit - low_bits) >> 3]) >> ((bit - low_bits) & 7) & 1
         bits[bit >> 3] = int(bits[bit >> 3]) & ~(1 << (bit & 7)) | before << (bit & 7)
     assert decoded(rank)[0] & 1
-
-
-def test_an_empty_message_of_a_rank_that_failed_is_read() -> None:
-    ranks = sent(Case((300, 40)), 5)
-    ranks[1].exchange.messages[0].zero_()
-    ranks[1].exchange.messages[0][2] = 1
-    received = ranks[0].kernels.received.view(2, -1)
-    received[1] = ranks[1].exchange.messages[0].to(DEVICE)
-    status, _, _ = decoded(ranks[0])
-    assert status & 4
