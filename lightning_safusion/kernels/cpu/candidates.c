@@ -35,21 +35,28 @@ void safusion_number_above(const int32_t *bits, const int64_t *counts, const int
         if (floors[l] != known[l]) numbers[l] = number_above(bits, counts[l], floors[l]);
 }
 
-/* Leaves what is above the floors in the lists, which move together. Entries are written before it is known whether
- * they stay. */
+/* What is above a floor. Entries are written before it is known whether they stay. */
+static int64_t copy_above(const int32_t *places, const int32_t *bits, int64_t size, int32_t floor, int32_t *kept_places,
+                          int32_t *kept_bits)
+{
+    int64_t kept = 0;
+    for (int64_t i = 0; i < size; i++) {
+        int32_t own = bits[i];
+        kept_places[kept] = places[i];
+        kept_bits[kept] = own;
+        kept += (own & MAGNITUDE) > floor;
+    }
+    return kept;
+}
+
+/* Leaves what is above the floors in the lists, which move together. */
 int64_t safusion_keep_above(int32_t *places, int32_t *bits, const int64_t *counts, const int32_t *floors, int64_t lists,
                             int64_t *numbers)
 {
-    int64_t entry = 0, kept = 0;
-    for (int64_t l = 0; l < lists; l++) {
-        int64_t before = kept;
-        for (int64_t last = entry + counts[l]; entry < last; entry++) {
-            int32_t own = bits[entry];
-            places[kept] = places[entry];
-            bits[kept] = own;
-            kept += (own & MAGNITUDE) > floors[l];
-        }
-        numbers[l] = kept - before;
+    int64_t first = 0, kept = 0;
+    for (int64_t l = 0; l < lists; first += counts[l++]) {
+        numbers[l] = copy_above(places + first, bits + first, counts[l], floors[l], places + kept, bits + kept);
+        kept += numbers[l];
     }
     return kept;
 }
@@ -70,9 +77,7 @@ static int32_t next_floor(int32_t tried, double found, double enough, double mos
     float factor = found < enough ? FALLS : found < most ? 1 : RISES;
     if (found >= FAR_FROM * enough) factor = found < 4 * FAR_FROM * enough ? 1.5f : 2;
     float moved = as_float((uint32_t)tried) * factor;
-    int32_t bits;
-    memcpy(&bits, &moved, sizeof bits);
-    return moved <= FLT_MAX ? bits : MAGNITUDE;
+    return moved <= FLT_MAX ? (int32_t)bits_of(moved) : MAGNITUDE;
 }
 
 /* The floors that were tried become those of the next step; where one is unknown, it stays what it was. */
@@ -196,19 +201,6 @@ void safusion_kth_largest(const int32_t *bits, const int64_t *starts, const int6
             maxima[blocks++] = largest(run + at, size - at < width ? size - at : width);
         kth[r] = kth_of_list(maxima, blocks, ranks[r], &equals);
     }
-}
-
-static int64_t copy_above(const int32_t *places, const int32_t *bits, int64_t size, int32_t floor, int32_t *kept_places,
-                          int32_t *kept_bits)
-{
-    int64_t kept = 0;
-    for (int64_t i = 0; i < size; i++) {
-        int32_t own = bits[i];
-        kept_places[kept] = places[i];
-        kept_bits[kept] = own;
-        kept += (own & MAGNITUDE) > floor;
-    }
-    return kept;
 }
 
 /* Keeps what is above the rank-th largest, and the first of those that are equal to it, up to rank in all. */

@@ -216,15 +216,13 @@ CLONES static void add_weighed(struct places *to, float *restrict memory, const 
         for (; hits; hits &= hits - 1) {
             const int64_t at = i + __builtin_ctz(hits);
             const float key = memory[at] / (__builtin_sqrtf(moments[at]) + weights.epsilon);
-            int32_t bits;
-            memcpy(&bits, &key, sizeof bits);
-            keep_if_above(to, bits, weights.floor, first + at);
+            keep_if_above(to, (int32_t)bits_of(key), weights.floor, first + at);
         }
     }
 }
 
-/* Moments are addresses, 0 of parts without, and NULL if no part has any; what is looked for, and summed, is then found in the keys. These are also
- * written, unless `keys` is NULL. */
+/* Moments are addresses, 0 of parts without, and NULL if no part has any; what is looked for, and summed, is then found
+ * in the keys. These are also written, unless `keys` is NULL. */
 int64_t safusion_add(const int64_t *grads, int64_t *added, const int64_t *moments, const float *epsilons, float decay,
                      float *memory, float *keys, const int64_t *starts, const int64_t *sizes, int64_t parts,
                      const int32_t *floors, int64_t magnitudes, double *sums, double *squares, int32_t *places,

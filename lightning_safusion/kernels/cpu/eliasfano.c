@@ -17,18 +17,6 @@ struct written {
     uint64_t word, bits;
 };
 
-/* The first entry from one on that is not before a position. */
-static inline int64_t entry_at(const void *positions, int64_t position_bits, int64_t first, int64_t size,
-                               int64_t position)
-{
-    for (int64_t left = size - first; left > 0;) {
-        int64_t half = left / 2;
-        if (position_of(positions, position_bits, first + half) < position) first += half + 1, left -= half + 1;
-        else left = half;
-    }
-    return first;
-}
-
 /* Writes up to 56 of the low bits. */
 INLINE void append(struct written *to, uint64_t bits, int64_t number)
 {

@@ -33,13 +33,7 @@ static inline uint64_t bits_from(const void *field, int64_t bit)
 static inline const struct run *run_of(const struct message *of, int64_t position)
 {
     const struct run *runs = (const struct run *)(intptr_t)of->runs;
-    int64_t low = 0, high = of->run_count - 1;
-    while (low < high) {
-        int64_t middle = low + (high - low + 1) / 2;
-        if (runs[middle].start <= position) low = middle;
-        else high = middle - 1;
-    }
-    return runs + low;
+    return runs + last_from(&runs->start, sizeof *runs / sizeof runs->start, of->run_count, position);
 }
 
 int64_t near_entry(const struct message *of, int64_t position, int behind)
@@ -142,8 +136,8 @@ INLINE int find_places(struct batch *batch, const struct message *from)
     return !wrong;
 }
 
-/* The first entry from one on that is not before a place. */
-static inline int64_t entry_at(const struct batch *batch, int64_t first, int64_t place)
+/* The first entry of a batch from one on that is not before a place. */
+static inline int64_t entry_in(const struct batch *batch, int64_t first, int64_t place)
 {
     if (place <= 0) return first;
     for (int64_t left = batch->number - first; left > 0;) {
@@ -190,7 +184,7 @@ INLINE void add_coded(struct reading *at, const struct batch *batch)
         if (batch->position + batch->places[i] >= products->next)
             go_to_part(products, at->from, batch->position + batch->places[i], at->factor);
         const int all = batch->position + batch->places[batch->stop - 1] < products->next;
-        stop = all ? batch->stop : entry_at(batch, i, products->next - batch->position);
+        stop = all ? batch->stop : entry_in(batch, i, products->next - batch->position);
         if (at->from->value_bits == 4) add_codes(at, batch, i, stop, 4); /* shifts by a constant take less time */
         else add_codes(at, batch, i, stop, at->from->value_bits);
     }
@@ -221,8 +215,8 @@ INLINE void take_batch(struct reading *at)
 {
     struct batch *batch = at->batches + at->found % (LATE + 1);
     const int64_t before = at->start - batch->position, end = before + at->size;
-    batch->first = entry_at(batch, 0, before);
-    batch->stop = batch->places[batch->number - 1] < end ? batch->number : entry_at(batch, batch->first, end);
+    batch->first = entry_in(batch, 0, before);
+    batch->stop = batch->places[batch->number - 1] < end ? batch->number : entry_in(batch, batch->first, end);
     batch->target = at->target - before;
     if (!at->cached)
         for (int64_t i = batch->first; i < batch->stop; i++) __builtin_prefetch(batch->target + batch->places[i], 1);

@@ -35,6 +35,13 @@ static inline float as_float(uint32_t bits)
     return number;
 }
 
+static inline uint32_t bits_of(float number)
+{
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    return bits;
+}
+
 /* What a rank has sent, still encoded: addresses and numbers. ../fields.py says what each is. */
 enum { EVERY, LISTED, ELIAS_FANO };
 struct message {

@@ -43,8 +43,7 @@ static int64_t end_of_part(const void *positions, int64_t position_bits, int64_t
 /* What the scale of a part is rounded to: bfloat16, as its bits, and as a float. */
 static uint16_t rounded(float *scale)
 {
-    uint32_t bits;
-    memcpy(&bits, scale, sizeof bits);
+    uint32_t bits = bits_of(*scale);
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000;
     *scale = as_float(bits);
     return (uint16_t)(bits >> 16);
@@ -68,11 +67,9 @@ static float scale_of(const float *values, int64_t size, int64_t bits)
 CLONES static void code_powers(const float *restrict values, int64_t size, float scale, uint8_t *restrict codes,
                                float *restrict sent)
 {
-    int32_t most, highest = scale > 0 ? 7 : 0;
-    memcpy(&most, &scale, sizeof most);
+    const int32_t most = (int32_t)bits_of(scale), highest = scale > 0 ? 7 : 0;
     for (int64_t i = 0; i < size; i++) {
-        uint32_t own;
-        memcpy(&own, values + i, sizeof own);
+        const uint32_t own = bits_of(values[i]);
         int32_t level = 7 + (((int32_t)(own & MAGNITUDE) - most + 0x400000) >> 23);
         level = level < 0 ? 0 : level > highest ? highest : level;
         codes[i] = (uint8_t)((uint32_t)level | own >> 31 << 3);
@@ -89,9 +86,7 @@ CLONES static void code(const float *restrict values, int64_t size, int64_t bits
     const float levels = (float)(1 << (bits - 1)), highest = levels - 1, factor = scale > 0 ? levels / scale : 0;
     const float step = 1 / levels; /* a power of two: products with it are exact */
     for (int64_t i = 0; i < size; i++) {
-        uint32_t own, sign;
-        memcpy(&own, values + i, sizeof own);
-        sign = own >> 31;
+        const uint32_t own = bits_of(values[i]), sign = own >> 31;
         float level = as_float(own & MAGNITUDE) * factor;
         int32_t whole = (int32_t)(level < highest ? level : highest);
         codes[i] = (uint8_t)((uint32_t)whole | sign << (bits - 1));
@@ -166,14 +161,7 @@ int64_t safusion_values(const int64_t *positions, int64_t size, const int64_t *s
 /* The first entry that is not before a position, of a message that lists them. */
 static int64_t first_listed(const struct message *of, int64_t position)
 {
-    const int64_t *positions = (const int64_t *)(intptr_t)of->positions;
-    int64_t entry = 0;
-    for (int64_t step = of->room; step > 0;) {
-        int64_t half = step / 2;
-        if (positions[entry + half] < position) entry += half + 1, step -= half + 1;
-        else step = half;
-    }
-    return entry;
+    return entry_at((const void *)(intptr_t)of->positions, 64, 0, of->room, position);
 }
 
 /* A value for every position. */

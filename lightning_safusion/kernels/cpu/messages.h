@@ -7,6 +7,30 @@ static inline int64_t position_of(const void *positions, int64_t bits, int64_t e
     return bits == 32 ? ((const int32_t *)positions)[entry] : ((const int64_t *)positions)[entry];
 }
 
+/* The first entry from one on that is not before a position. */
+static inline int64_t entry_at(const void *positions, int64_t position_bits, int64_t first, int64_t size,
+                               int64_t position)
+{
+    for (int64_t left = size - first; left > 0;) {
+        int64_t half = left / 2;
+        if (position_of(positions, position_bits, first + half) < position) first += half + 1, left -= half + 1;
+        else left = half;
+    }
+    return first;
+}
+
+/* The last of some numbers, so many apart, that is at a position or before it; the first if none is. */
+static inline int64_t last_from(const int64_t *starts, int64_t apart, int64_t number, int64_t position)
+{
+    int64_t low = 0, high = number - 1;
+    while (low < high) {
+        int64_t middle = low + (high - low + 1) / 2;
+        if (starts[middle * apart] <= position) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
 /* What codes stand for, as shares of their scale: powers of two in four bits, else the middles of levels. */
 static inline void level_table(int64_t bits, float table[16])
 {
@@ -21,14 +45,7 @@ static inline void level_table(int64_t bits, float table[16])
 /* The last part that begins at a position, or before it. */
 static inline int64_t part_of(const struct message *of, int64_t position)
 {
-    const int64_t *starts = (const int64_t *)(intptr_t)of->starts;
-    int64_t low = 0, high = of->parts - 1;
-    while (low < high) {
-        int64_t middle = low + (high - low + 1) / 2;
-        if (starts[middle] <= position) low = middle;
-        else high = middle - 1;
-    }
-    return low;
+    return last_from((const int64_t *)(intptr_t)of->starts, 1, of->parts, position);
 }
 
 static inline float scale_of_part(const struct message *of, int64_t part)

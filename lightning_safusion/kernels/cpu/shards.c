@@ -43,11 +43,7 @@ INLINE int append_negative(const float *sums, int64_t from, int64_t to, int64_t 
     for (int64_t at = from; at < to; at += SCANNED) {
         const int64_t stop = to - at < SCANNED ? to : at + SCANNED;
         uint32_t any = 0;
-        for (int64_t i = at; i < stop; i++) {
-            uint32_t bits;
-            memcpy(&bits, sums + i, sizeof bits);
-            any |= bits;
-        }
+        for (int64_t i = at; i < stop; i++) any |= bits_of(sums[i]);
         if (!(any & MAGNITUDE)) continue;
         for (int64_t i = at; i < stop; i++) {
             if (sums[i] == 0) continue;
