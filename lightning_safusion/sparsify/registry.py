@@ -28,9 +28,6 @@ def available_sparsifiers() -> list[str]:
 def resolve_sparsifier(spec: str | Sparsifier) -> Sparsifier:
     """Builds a sparsifier with its default arguments from its name; a sparsifier is returned as it is.
 
-    Args:
-        spec: A name of :func:`available_sparsifiers`, or a sparsifier.
-
     Raises:
         ValueError: If the name is unknown.
         TypeError: If ``spec`` is neither, or an installed package offers something that is not a sparsifier.

@@ -39,12 +39,7 @@ class Codes(NamedTuple):
 
 
 class Message:
-    """A rank's message, still encoded, in arrays that stay where they are.
-
-    Args:
-        encoded: Where these are.
-        held: They themselves.
-    """
+    """A rank's message, still encoded, in arrays that stay where they are."""
 
     def __init__(self, encoded: Encoded, *held: Any) -> None:
         self._held = held
@@ -104,7 +99,6 @@ def mean_by_pieces(
     """:func:`mean_into` where reading messages takes memory.
 
     Args:
-        grads, parts, scale: See there.
         read: Gives the entries of all ranks' messages in the elements ``[start, stop)``, or more; called by several
             threads at once.
         piece: Elements of the span whose entries are read together.

@@ -52,8 +52,6 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
     not known.
 
     Args:
-        kernel: The kernel.
-        programs: How many.
         arguments: Its arguments: tensors, then numbers.
         constants: Its compile-time constants.
     """

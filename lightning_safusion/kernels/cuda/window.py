@@ -56,11 +56,7 @@ _BUFFER = tl.constexpr(len(TileRows._fields))
 
 
 class WindowKernels:
-    """Ends the windows of one device.
-
-    Args:
-        device: Where the buffers live.
-    """
+    """Ends the windows of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

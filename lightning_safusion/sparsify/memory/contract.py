@@ -80,8 +80,6 @@ class Memory(ABC):
         """:meth:`compensate` for gradients that may not be finite, in one pass that also looks for elements and sums.
 
         Args:
-            ids: As there.
-            grads: As there.
             wanted: What to look for in the new memory, with a floor for each id.
             cut: These tensors, cut into parts with a floor each; positions count from the first tensor.
 

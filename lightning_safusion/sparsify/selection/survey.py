@@ -63,11 +63,7 @@ class Live:
 
 
 class History:
-    """Predicted floors of one cut of a span, learned from every selection.
-
-    Args:
-        segments: The cut.
-    """
+    """Predicted floors of one cut of a span, learned from every selection."""
 
     def __init__(self, segments: Segments) -> None:
         self.segments, self.live = segments, Live.of(segments)
@@ -226,11 +222,7 @@ def _parts(edges: np.ndarray, cuts: np.ndarray) -> native.Parts:
 
 
 class Selector:
-    """Selects with the compressor of the job, for one thread at a time: what a sparsifier learns is not made for two.
-
-    Args:
-        sparsifier: The compressor.
-    """
+    """Selects with the compressor of the job, one thread at a time: what a sparsifier learns is not made for two."""
 
     def __init__(self, sparsifier: Sparsifier) -> None:
         self.sparsifier = sparsifier
