@@ -92,6 +92,19 @@ def test_a_first_gradient_that_is_withdrawn_was_never_there() -> None:
         assert torch.equal(memory.accumulated(*WHOLE), twin.accumulated(*WHOLE))
 
 
+def test_without_momentum_a_withdrawn_gradient_leaves_the_next_one_what_it_was() -> None:
+    memory, twin = bound(EF21Memory(0.0)), bound(EF21Memory(0.0))
+    for each in (memory, twin):
+        compensate(each, gradients(0))
+        send(each, 0)
+    compensate(memory, gradients(1))
+    for tensor, gradient in enumerate(gradients(1)):
+        memory.withdraw(tensor, gradient)
+    for each in (memory, twin):
+        compensate(each, gradients(2))
+    torch.testing.assert_close(memory.accumulated(*WHOLE), twin.accumulated(*WHOLE), rtol=1e-5, atol=1e-6)
+
+
 def test_a_first_gradient_of_zeros_does_not_count_after_a_restart_either() -> None:
     memory, twin = bound(EF21Memory()), bound(EF21Memory())
     compensate(memory, [torch.zeros_like(g) for g in gradients(0)])

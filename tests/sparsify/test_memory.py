@@ -118,7 +118,6 @@ MEMORIES: dict[str, Callable[[], Memory]] = {
     "clipped": lambda: DGCMemory(clip=0.3),
     "no momentum": lambda: DGCMemory(momentum=0.0),
     "ef21": EF21Memory,
-    "no average": lambda: EF21Memory(momentum=0.0),
     "none": NoMemory,
 }
 
