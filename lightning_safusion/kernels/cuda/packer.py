@@ -89,12 +89,13 @@ class Packer:
         self.digits = levels = () if known or not tables.room else tables.digits
         message, count = tables.message, tables.chunks.shape[1]
         histogram_sizes = [(number if level else int(tables.rows[-1])) << bits for level, bits in enumerate(levels)]
-        self._listing = int(tables.lists[-1]) if levels else 0
+        listing = int(tables.lists[-1]) if levels else 0
+        self._sizes = self.room, number, count, listing  # entries, tensors, chunks and slots for candidates
         pool_sizes = [1 << bits for bits in levels] if tables.pool else []
         zeros = [tables.pieces.heads, message.parts, *pool_sizes, *histogram_sizes]
         # entries are written when histograms have been read for the last time: they begin where these do
         beyond = max(0, 2 * message.capacity - sum(histogram_sizes))
-        rest = [beyond, *[4 * number] * len(levels), number, 3 * count, 2 * self._listing, *more]
+        rest = [beyond, *[4 * number] * len(levels), number, 3 * count, 2 * listing, *more]
         taken = iter(self.workspace.take([*zeros, *rest], len(zeros)))
         self.flags, self.largest = next(taken), next(taken)
         self._pools = [next(taken) for _ in pool_sizes]
@@ -113,25 +114,16 @@ class Packer:
             tables, constants = self.tables, self.constants
             described = constants.chunks, constants.tensors, constants.shape, self._states[-1]
             launch.launch(
-                encode.write, tables.chunks.shape[1], keys, values.view(torch.int32), *described, *self._listed,
-                self.words, self.entries, self.largest, tables.message.capacity, *self._sizes,
+                encode.write, tables.chunks.shape[1], keys, values.view(torch.int32), *described, self._lists,
+                self._counts, self.words, self.entries, self.largest, tables.message.capacity, *self._sizes,
                 POOLED=bool(self._pools), BLOCK=_WRITTEN, SCALED=tables.message.values == FOUR_BITS,
             )  # fmt: skip
         self.selected = True
 
-    @property
-    def _listed(self) -> tuple[Tensor, Tensor]:
-        return self._lists, self._counts
-
-    @property
-    def _sizes(self) -> tuple[int, int, int, int]:
-        """Entries, tensors, chunks and slots for candidates."""
-        return self.room, self.tables.number, self.tables.chunks.shape[1], self._listing
-
     def _limit(self, keys: Tensor) -> None:
         """Finds the least keys that are sent, digit by digit, and counts those above and at them."""
         tables, tensors, levels, pooled = self.tables, self.constants.tensors, self.digits, bool(self._pools)
-        number, count, lists, sizes = tables.number, tables.chunks.shape[1], self._listed, self._sizes
+        number, count, lists, sizes = tables.number, tables.chunks.shape[1], (self._lists, self._counts), self._sizes
         span, shift, last = (keys, self.constants.chunks, tensors), 31, len(levels) - 1
         for level, bits in enumerate(levels):
             before, found = self._states[max(level - 1, 0)], self._states[level]
