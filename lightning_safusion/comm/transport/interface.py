@@ -87,10 +87,9 @@ class FinishedWork:
     """An operation that ended when it was launched."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        return
 
     def on_done(self, callback: Callable[[float], None]) -> None:
-        """Calls ``callback`` at once."""
         callback(time.perf_counter())
 
 
@@ -105,7 +104,6 @@ class LaterWork:
         self._run: Callable[[], None] | None = run
 
     def wait(self) -> None:
-        """See :meth:`Work.wait`; a second call returns at once."""
         run, self._run = self._run, None
         if run is not None:
             run()
@@ -119,18 +117,21 @@ class JoinedWork:
 
     Args:
         works: At least one.
+        finish: Called once by :meth:`wait`, when all have ended. For :meth:`on_done` the end is before it.
     """
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[Work], finish: Callable[[], None] | None = None) -> None:
         self._works = works
+        self._finish = finish
 
     def wait(self) -> None:
-        """See :meth:`Work.wait`."""
         for work in self._works:
             work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
     def on_done(self, callback: Callable[[float], None]) -> None:
-        """See :meth:`Work.on_done`."""
         left, lock = len(self._works), Lock()
 
         def done(now: float) -> None:

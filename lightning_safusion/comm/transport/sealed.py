@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.transport.interface import (
     DamagedMessageError,
+    JoinedWork,
     ReduceOp,
     Transport,
     Work,
@@ -20,28 +21,6 @@ from lightning_safusion.kernels import cpu as native
 
 #: Bytes before a message: CRC-32C of all that follow, the lowest byte first.
 SEAL_BYTES = 4
-
-
-class _OpenedWork:
-    """An operation whose messages are opened when it is waited for.
-
-    Args:
-        work: The operation on closed messages.
-        finish: Opens them.
-    """
-
-    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
-        self._work, self._finish = work, finish
-
-    def wait(self) -> None:
-        """See :meth:`Work.wait`."""
-        self._work.wait()
-        finish, self._finish = self._finish, _nothing
-        finish()
-
-    def on_done(self, callback: Callable[[float], None]) -> None:
-        """See :meth:`Work.on_done`: messages are not opened yet."""
-        self._work.on_done(callback)
 
 
 class SealedTransport(Transport):
@@ -147,7 +126,7 @@ class SealedTransport(Transport):
                     target[:] = 0
                     self._damaged(self._members[sender], output.dtype)
 
-        return _OpenedWork(work, finish)
+        return JoinedWork([work], finish)
 
     def _damaged(self, sender: int, dtype: torch.dtype) -> None:
         self._found.append(sender)
@@ -182,7 +161,3 @@ def _closed(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
 def _bytes(tensor: Tensor) -> np.ndarray:
     """uint8, the memory of a contiguous tensor."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()
-
-
-def _nothing() -> None:
-    """What is left to do when messages have been opened."""
