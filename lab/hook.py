@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_safusion.comm import TorchTransport
 from lightning_safusion.comm.exchange import TensorFlag
-from lightning_safusion.comm.transport.torch_backend import SoloTransport
+from lightning_safusion.comm.transport.torch_backend import SoloTransport, TorchTransport
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.fused import FusedShipment
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook

@@ -23,7 +23,7 @@ from lightning_safusion import (
     Selection,
     Sparsifier,
 )
-from lightning_safusion.comm import LinearCost
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion import build, planning, replan
 from lightning_safusion.integration.signals import DeferredSignals
 from tests.cluster import Cluster, settings

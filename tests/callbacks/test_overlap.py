@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 
 from lightning_safusion import Aligned, SAFusionStrategy, Segments, Selection, TopK
 from lightning_safusion.callbacks import OverlapProfiler
-from lightning_safusion.comm import TorchTransport
 from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.fusion.events import Clock
 from lightning_safusion.profiling import StepFigures, load_timeline, merge_timelines
 from lightning_safusion.profiling.timeline import StepTimeline

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_safusion import ConstantDensity, SAFusionStrategy, Segments, Selection, TopK
 from lightning_safusion.callbacks import TraceRecorder
-from lightning_safusion.comm import LinearCost
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion import build
 from lightning_safusion.profiling.trace import Trace
 from lightning_safusion.tools.plan.report import run_plan

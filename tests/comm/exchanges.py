@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from lab.virtual.transport import local_transports
-from lightning_safusion.comm import Transport
 from lightning_safusion.comm.catalogue import COLLECTIVES, SparseBuffer
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, Verdict
-from lightning_safusion.comm.transport.interface import Work
+from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
 from lightning_safusion.sparsify.basic import TopK
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lab.virtual.transport import LocalTransport, local_transports
-from lightning_safusion.comm import Transport
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce, TwoPhaseSum
 from lightning_safusion.comm.collectives.negotiated import Stream, StreamedTensor
 from lightning_safusion.comm.exchange import Exchange, SpanSpec
+from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.wire.values import VALUES
 from tests.comm.exchanges import (
     CPU,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lab.virtual.transport import LocalTransport, local_transports
-from lightning_safusion.comm import default_transport
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce, TwoPhaseSum
 from lightning_safusion.comm.exchange import SpanSpec
+from lightning_safusion.comm.transport.torch_backend import default_transport
 from tests.comm.exchanges import CPU, Workers, gradients
 from tests.process_group import run_ranks
 

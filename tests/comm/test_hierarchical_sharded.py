@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm import SoloTransport, Transport
 from lightning_safusion.comm.collectives.nodes import shard_of
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec
+from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.comm.wire.formats import message_bytes
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.basic import TopK

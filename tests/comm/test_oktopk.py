@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm import resolve_codec
 from lightning_safusion.comm.exchange import SpanSpec, aligned
+from lightning_safusion.comm.wire.formats import resolve_codec
 from tests.comm.exchanges import Received, Workers, conserved, gradients, oktopk, part_of, same, span
 from tests.quick import quick_of
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_safusion.comm import resolve_codec
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.exchange import Part, SpanSpec, TensorFlag
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
+from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.fusion.launching.offloaded import _merged
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lab.virtual.transport import local_transports
-from lightning_safusion.comm import SoloTransport, Transport
-from lightning_safusion.comm.transport.interface import ReduceOp, Work
-from lightning_safusion.comm.transport.torch_backend import TorchTransport
+from lightning_safusion.comm.transport.interface import ReduceOp, Transport, Work
+from lightning_safusion.comm.transport.torch_backend import SoloTransport, TorchTransport
 from tests.comm.test_local_transport import in_threads
 from tests.process_group import run_ranks
 

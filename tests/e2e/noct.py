@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_safusion import Aligned, SAFusionStrategy
 from lightning_safusion.callbacks import OverlapProfiler
-from lightning_safusion.comm import TorchTransport
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
+from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from tests.models import trainer
 
 BLOCK = 10  # steps with the exchange, then as many without

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_safusion.comm import LinearCost
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion import build
 from tests.process_group import run_script
 

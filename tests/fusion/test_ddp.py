@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_safusion.comm import default_transport
+from lightning_safusion.comm.transport.torch_backend import default_transport
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
 from lightning_safusion.fusion.layout import specs_from_parameters

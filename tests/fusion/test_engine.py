@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_safusion.comm import available_wires, resolve_codec
+from lightning_safusion.comm.wire.formats import available_wires, resolve_codec
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.sparsify import DenseStart, ResidualMemory, available_sparsifiers

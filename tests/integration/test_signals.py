@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, OnExceptionCheckpoin
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from lightning_safusion import ConstantDensity, SAFusionStrategy
-from lightning_safusion.comm import LinearCost
+from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.fusion import build
 from lightning_safusion.fusion.window import Notices
