@@ -6,9 +6,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-import torch
-
 from lightning_safusion.comm.collectives.allgather import HybridExchange, SparseAllGather
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
 from lightning_safusion.comm.collectives.gtopk import GTopKExchange
@@ -17,41 +14,9 @@ from lightning_safusion.comm.collectives.nodes import NodeTransports
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import CollectiveChoice, LinearCost
-from lightning_safusion.comm.exchange import Exchange, SpanSpec, StreamOrderedExchange
+from lightning_safusion.comm.exchange import Exchange, SparseBuffer, StreamOrderedExchange
 from lightning_safusion.comm.transport.interface import Transport
-from lightning_safusion.comm.wire.codec import Codec
-from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.registry import Registry
-from lightning_safusion.sparsify.base import Segments
-
-
-@dataclass(frozen=True)
-class SparseBuffer:
-    """A buffer in which some tensors may not be dense; a collective is built for it.
-
-    Args:
-        spec: Its shape.
-        device: Where it lives.
-        wire: Wire format by name.
-        dtype: Of all its gradients; float32 where they differ.
-        segments: How it is cut for selection; None if no element is selected.
-    """
-
-    spec: SpanSpec
-    device: torch.device
-    wire: str
-    dtype: torch.dtype
-    segments: Segments | None
-
-    @property
-    def codec(self) -> Codec | None:
-        """The format of its messages; None if no element is selected."""
-        spec, cut = self.spec, self.segments
-        if not spec.capacity:
-            return None
-        own = cut is not None and not cut.pool and np.array_equal(cut.edges, spec.edges)  # a quota for each tensor
-        entries = cut.quotas.tolist() if own and cut is not None else None
-        return resolve_codec(self.wire, spec.numel, spec.capacity, self.dtype, spec.edges, entries)
 
 
 @dataclass(frozen=True)
@@ -99,16 +64,6 @@ class Collective:
         return issubclass(self.exchange, StreamOrderedExchange)
 
     @property
-    def selects_itself(self) -> bool:
-        """See :class:`Ability`."""
-        return self.exchange.ability.selects_itself
-
-    @property
-    def conserves(self) -> bool:
-        """See :class:`Ability`."""
-        return self.exchange.ability.conserves
-
-    @property
     def several(self) -> bool:
         """It has work on more than one communicator at once."""
         return self.dense_lane or self.levels or self.exchange.ability.phases
@@ -146,21 +101,7 @@ def _over_nodes(
 ) -> Exchange:
     if over.nodes is None:
         raise ValueError(f"{kind.__name__} needs communicators of nodes: open them with Collective.connect")
-    return kind(buffer.spec, over.nodes, buffer.device, buffer.wire, buffer.dtype, buffer.segments)
-
-
-def _oktopk(buffer: SparseBuffer, over: Communicators) -> Exchange:
-    return OkTopkExchange(buffer.spec, over.main, buffer.device, buffer.wire, buffer.dtype)
-
-
-def _sharded(buffer: SparseBuffer, over: Communicators) -> Exchange:
-    return ShardedExchange(
-        buffer.spec, over.main, over.beside, buffer.device, buffer.wire, buffer.dtype, buffer.segments
-    )
-
-
-def _gtopk(buffer: SparseBuffer, over: Communicators) -> Exchange:
-    return GTopKExchange(buffer.spec, over.main, buffer.device, buffer.codec)
+    return kind(buffer, over.nodes)
 
 
 #: By the names that ``collective`` takes.
@@ -173,9 +114,11 @@ COLLECTIVES: dict[str, Collective] = {
         HierarchicalShardedExchange, partial(_over_nodes, HierarchicalShardedExchange), levels=True
     ),
     "allreduce": Collective(SparseAllGather, _allgather, choice="allreduce"),
-    "sharded": Collective(ShardedExchange, _sharded),
-    "oktopk": Collective(OkTopkExchange, _oktopk),
-    "gtopk": Collective(GTopKExchange, _gtopk),
+    "sharded": Collective(ShardedExchange, lambda buffer, over: ShardedExchange(buffer, over.main, over.beside)),
+    "oktopk": Collective(OkTopkExchange, lambda buffer, over: OkTopkExchange(buffer, over.main)),
+    "gtopk": Collective(
+        GTopKExchange, lambda buffer, over: GTopKExchange(buffer.spec, over.main, buffer.device, buffer.codec)
+    ),
 }
 _REGISTRY: Registry[Collective] = Registry("collective", Collective, COLLECTIVES, "collectives")
 

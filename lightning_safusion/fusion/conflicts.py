@@ -152,7 +152,7 @@ CONFLICTS = (
     ),
     FEW_BITS,
     Conflict(
-        _collective(lambda row: row.selects_itself),
+        _collective(lambda row: row.exchange.ability.selects_itself),
         "selects the largest sums of a node itself",
         (Some("compressor", _named("topk"), "compressor='topk'"), _NO_OFFLOAD),
     ),
@@ -170,7 +170,7 @@ CONFLICTS = (
     Conflict(
         Some("memory", _named("ef21")),
         "sums all that is sent: what is dropped on the way would make the estimates of workers differ",
-        (_collective(lambda row: row.conserves),),
+        (_collective(lambda row: row.exchange.ability.conserves),),
     ),
     UPDATES,
     Conflict(

@@ -54,7 +54,7 @@ def suited(settings: EngineSettings, optimizers: Sequence[Optimizer]) -> EngineS
         return settings
     momenta = [momenta_of(optimizer, estimated=True) for optimizer in optimizers]
     estimates = any(map(is_muon, optimizers)) and None not in momenta
-    if not estimates or not find_collective(settings.collective).conserves:
+    if not estimates or not find_collective(settings.collective).exchange.ability.conserves:
         return settings if isinstance(memory, AutoMemory) else replace(settings, memory=AutoMemory())
     if isinstance(memory, AutoEF21Memory):
         return settings

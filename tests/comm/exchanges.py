@@ -98,7 +98,7 @@ def sharded(wire: str = "auto", **shares: float) -> Build:
             sizes[spec.dense_tensors] = 0
             quotas, shapes = -(-sizes * spec.capacity // sizes.sum()), tuple((size,) for size in sizes.tolist())
             segments = Segments(np.array(spec.edges), quotas, tuple(range(len(sizes))), shapes)
-        return kind(spec, transport, transport.subgroup(), CPU, wire, torch.float32, segments)
+        return kind(SparseBuffer(spec, CPU, wire, torch.float32, segments), transport, transport.subgroup())
 
     return build
 

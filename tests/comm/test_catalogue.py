@@ -33,7 +33,7 @@ def test_what_each_can_do(
     name: str, few_bits: bool, stream_ordered: bool, selects_itself: bool, conserves: bool
 ) -> None:
     row = find_collective(name)
-    found = row.few_bits, row.stream_ordered, row.selects_itself, row.conserves
+    found = row.few_bits, row.stream_ordered, row.exchange.ability.selects_itself, row.exchange.ability.conserves
     assert found == (few_bits, stream_ordered, selects_itself, conserves)
 
 

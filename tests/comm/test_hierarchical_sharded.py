@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.collectives.nodes import shard_of
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
-from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, SparseBuffer
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.comm.wire.formats import message_bytes
@@ -71,7 +71,7 @@ def flat(segments: Segments, wire: str) -> Build:
     """What a rail is to do with the sums of a shard."""
 
     def build(spec: SpanSpec, transport: Transport) -> Exchange:
-        return ShardedExchange(spec, transport, transport.subgroup(), CPU, wire, torch.float32, segments)
+        return ShardedExchange(SparseBuffer(spec, CPU, wire, torch.float32, segments), transport, transport.subgroup())
 
     return build
 

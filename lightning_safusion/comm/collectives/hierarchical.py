@@ -6,6 +6,8 @@ cost no more than few.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from lightning_safusion.comm.collectives.multiphase import Entries, decoded, enc
 from lightning_safusion.comm.collectives.nodes import NodeExchange, ShardResult
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.collectives.shards import Formats
-from lightning_safusion.comm.exchange import Ability, Part, SpanSpec, TensorFlag
+from lightning_safusion.comm.exchange import Ability, Part, SpanSpec, SparseBuffer, TensorFlag
 from lightning_safusion.comm.wire.formats import codec_of_segments
 from lightning_safusion.sparsify.selection.survey import History
 from lightning_safusion.sparsify.selection.units import SpanUnits
@@ -33,8 +35,8 @@ class HierarchicalExchange(NodeExchange):
     Arguments are those of :class:`~lightning_safusion.comm.collectives.nodes.NodeExchange`.
     """
 
-    def _plan(self, wire: str, dtype: torch.dtype) -> list[int]:
-        self._codecs = [codec_of_segments(shard, wire, dtype) for shard in self._segments]
+    def _plan(self, buffer: SparseBuffer) -> list[int]:
+        self._codecs = [codec_of_segments(shard, buffer.wire, buffer.dtype) for shard in self._segments]
         if self._own is not None:
             self._history = History(self._segments[self._own])
         return [len(self.transports.nodes) * size for size in message_sizes(self._codecs)]
@@ -86,13 +88,15 @@ class HierarchicalShardedExchange(NodeExchange):
     ability = Ability(selects_itself=True, few_bits=True, cuts_tensors=True)
     scattered = ShardedExchange.scattered
 
-    def _plan(self, wire: str, dtype: torch.dtype) -> list[int]:
-        nodes, own, device = len(self.transports.nodes), self._own, self.device
-        specs = [SpanSpec(shard.numel, shard.capacity, (0, shard.numel), ()) for shard in self._segments]
+    def _plan(self, buffer: SparseBuffer) -> list[int]:
+        nodes, own = len(self.transports.nodes), self._own
+        shards = [
+            replace(buffer, spec=SpanSpec(shard.numel, shard.capacity, (0, shard.numel), ()), segments=shard)
+            for shard in self._segments
+        ]
         #: What the nodes send each other of every shard; None: nothing.
         self._formats: list[Formats | None] = [
-            ShardedExchange.formats(shard_spec, nodes, wire, dtype, shard) if shard.capacity else None
-            for shard_spec, shard in zip(specs, self._segments, strict=True)
+            ShardedExchange.formats(shard, nodes) if shard.spec.capacity else None for shard in shards
         ]
         self._scattered_sizes = [
             0 if formats is None else sum(formats.out_sizes(place))
@@ -101,9 +105,9 @@ class HierarchicalShardedExchange(NodeExchange):
         if own is not None:
             # its phases follow each other, so that they need no communicators of their own
             between = self.transports.between
-            self._rail = ShardedExchange(specs[own], between, between, device, wire, dtype, self._segments[own])
+            self._rail = ShardedExchange(shards[own], between, between)
             self._history = History(self._rail.first.segments())
-            self._fresh = torch.full((1,), int(TensorFlag.FRESH), dtype=torch.uint8, device=device)
+            self._fresh = torch.full((1,), int(TensorFlag.FRESH), dtype=torch.uint8, device=self.device)
         return [
             scattered + (0 if formats is None else nodes * formats.delivered_size)
             for formats, scattered in zip(self._formats, self._scattered_sizes, strict=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined
-from lightning_safusion.comm.exchange import Ability, Part, SpanSpec, padded, saturated
+from lightning_safusion.comm.exchange import Ability, Part, SparseBuffer, padded, saturated
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
@@ -102,31 +102,21 @@ class NodeExchange(MultiPhaseExchange):
     plan order on all ranks, so that a rail needs one communicator, whatever the number of phases on it.
 
     Args:
-        spec, device: See :class:`Exchange`.
+        buffer: What is exchanged; its wire is that between nodes. Without segments its span is one.
         transports: Communicators of both levels.
-        wire: Wire format between nodes, by name.
-        dtype: Dtype of the gradients; see :func:`resolve_codec`.
-        segments: The cut of the span and the quotas; None is one segment.
     """
 
     ability = Ability(selects_itself=True, few_bits=True)
     #: Of the sums that this worker selects from.
     _history: History
 
-    def __init__(
-        self,
-        spec: SpanSpec,
-        transports: NodeTransports,
-        device: torch.device,
-        wire: str,
-        dtype: torch.dtype,
-        segments: Segments | None,
-    ) -> None:
+    def __init__(self, buffer: SparseBuffer, transports: NodeTransports) -> None:
+        spec, device = buffer.spec, buffer.device
         super().__init__(spec, transports.world, device)
         self.transports = transports
         width, inside = len(transports.rails), transports.inside
         edges = [spec.numel * shard // width for shard in range(width + 1)]
-        segments = segments or span_segments(spec.numel, spec.capacity)
+        segments = buffer.segments or span_segments(spec.numel, spec.capacity)
         #: Where each shard begins and ends, and how it is cut.
         self._runs = list(pairwise(edges))
         self._segments = [shard_of(segments, low, high) for low, high in self._runs]
@@ -136,7 +126,7 @@ class NodeExchange(MultiPhaseExchange):
         #: Place of this node in the rail of each shard.
         self._places = [rail.index(mine[shard]) for shard, rail in enumerate(transports.rails)]
         # of each worker of the node: elements of its shard, with and without padding
-        inner = value_format(wire).dtype
+        inner = value_format(buffer.wire).dtype
         self._numels = [high - low for low, high in self._runs] + [0] * (inside.world_size - width)
         self._sizes = [padded(numel, inner) for numel in self._numels]
         self._x = torch.zeros(sum(self._sizes) if spec.capacity else 0, dtype=inner, device=device)
@@ -147,10 +137,10 @@ class NodeExchange(MultiPhaseExchange):
         self._units: SpanUnits | None = None
         self._scattering: tuple[Tensor, Work] | None = None
         self._chosen = self._nothing.indices
-        self._message_sizes = self._plan(wire, dtype)
+        self._message_sizes = self._plan(buffer)
 
     @abstractmethod
-    def _plan(self, wire: str, dtype: torch.dtype) -> list[int]:
+    def _plan(self, buffer: SparseBuffer) -> list[int]:
         """Makes what :meth:`_between` and :meth:`_read` need of each shard.
 
         Returns:

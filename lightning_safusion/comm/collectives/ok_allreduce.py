@@ -20,7 +20,7 @@ from lightning_safusion.comm.collectives.multiphase import (
     summed,
 )
 from lightning_safusion.comm.cost import ring_allreduce_bytes
-from lightning_safusion.comm.exchange import Part, SpanSpec
+from lightning_safusion.comm.exchange import Part, SparseBuffer
 from lightning_safusion.comm.transport.interface import Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
@@ -56,9 +56,8 @@ class OkTopkExchange(MultiPhaseExchange):
     messages in groups of four partners and add while the next group is under way; here a phase is one all-to-all.
 
     Args:
-        spec, transport, device: See :class:`Exchange`; the transport needs all-to-all.
-        wire: Wire format by name.
-        dtype: Dtype of the gradients; see :func:`resolve_codec`.
+        buffer: What is exchanged.
+        transport: Communicator; needs all-to-all.
     """
 
     #: Steps between exact thresholds (tau'); the authors use 32 (VGG, LSTM) and 128 (BERT).
@@ -68,18 +67,15 @@ class OkTopkExchange(MultiPhaseExchange):
     #: Ratio of the longest list to the mean above which lists are balanced; the paper's is 4.
     balance = 4.0
 
-    def __init__(
-        self, spec: SpanSpec, transport: Transport, device: torch.device, wire: str, dtype: torch.dtype
-    ) -> None:
-        super().__init__(spec, transport, device)
-        self.dtype = dtype
-        self._wire = wire
-        layout, _, _ = wire.rpartition("-")
+    def __init__(self, buffer: SparseBuffer, transport: Transport) -> None:
+        super().__init__(buffer.spec, transport, buffer.device)
+        self._wire, self._dtype = buffer.wire, buffer.dtype
+        layout, _, _ = buffer.wire.rpartition("-")
         self._sum_wire = f"{layout}-fp32" if layout else "fp32"
         self._step = 0
         self._threshold: float | None = None  # None: to be found in the next step
-        self._edges = _equal_edges(spec.numel, transport.world_size)
-        self._local = Entries.none(device)
+        self._edges = _equal_edges(self.spec.numel, transport.world_size)
+        self._local = Entries.none(self.device)
         self._parts: list[Entries] = []  # of the local entries, by region
         self._first: tuple[Tensor, Work] | None = None
 
@@ -163,7 +159,7 @@ class OkTopkExchange(MultiPhaseExchange):
     def _codecs(self, sizes: Sequence[int], counts: Sequence[int], wire: str) -> list[Codec | None]:
         """Formats of lists, each with so many entries of so many elements."""
         shapes = zip(sizes, counts, strict=True)
-        return [resolve_codec(wire, numel, count, self.dtype) if count else None for numel, count in shapes]
+        return [resolve_codec(wire, numel, count, self._dtype) if count else None for numel, count in shapes]
 
     def _in_span(self, parts: Sequence[Entries]) -> Entries:
         return joined([part.shifted(edge) for part, edge in zip(parts, self._edges, strict=False)])

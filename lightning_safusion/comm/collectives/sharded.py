@@ -13,14 +13,7 @@ from lightning_safusion.comm.collectives.host_shards import HostRoutes, HostShar
 from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined
 from lightning_safusion.comm.collectives.shards import Formats, Pieces, Receiver, Routes, Shard
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.comm.exchange import (
-    Ability,
-    Part,
-    SpanSpec,
-    StreamOrderedExchange,
-    Verdict,
-    aligned,
-)
+from lightning_safusion.comm.exchange import Ability, Part, SparseBuffer, StreamOrderedExchange, Verdict, aligned
 from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Inbox
 from lightning_safusion.comm.wire.formats import value_format
@@ -49,11 +42,9 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
     stays with its senders, shards and thresholds are agreed on by data, and sums are sent in float32.
 
     Args:
-        spec, transport, device: See :class:`Exchange`; the transport needs all-to-all.
+        buffer: What is exchanged. Whatever its wire, positions are those of Elias and Fano.
+        transport: Communicator; needs all-to-all.
         beside: Another communicator of all ranks, for the third phase, which begins when the second has ended.
-        wire: Wire format by name; positions are those of Elias and Fano.
-        dtype: Dtype of the gradients; see :func:`resolve_codec`.
-        segments: The cut of the span and the quotas; None if no element is selected.
     """
 
     ability = Ability(few_bits=True, cuts_tensors=True, phases=True)
@@ -61,23 +52,15 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
     #: Entries that owners deliver, for each of the quota.
     gathered = 3.5
 
-    def __init__(
-        self,
-        spec: SpanSpec,
-        transport: Transport,
-        beside: Transport,
-        device: torch.device,
-        wire: str,
-        dtype: torch.dtype,
-        segments: Segments | None,
-    ) -> None:
+    def __init__(self, buffer: SparseBuffer, transport: Transport, beside: Transport) -> None:
+        spec, device = buffer.spec, buffer.device
         super().__init__(spec, transport, device)
         self._beside = beside
         workers, rank = transport.world_size, transport.rank
-        formats = self.formats(spec, workers, wire, dtype, segments)
+        formats = self.formats(buffer, workers)
         #: Pieces with what a worker sends of each, and what their owners deliver.
         self.first, self.second = formats.first, formats.second
-        self.segments = None if segments is None else self.first.segments()
+        self.segments = None if buffer.segments is None else self.first.segments()
         #: Formats of the entries for each owner, and of those that each owner delivers.
         self.out, self.delivered = formats.out, formats.delivered
         # flags and notices go with every message; what it selects in its own shard is there
@@ -114,10 +97,12 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
         self._arrived = False  # the first phase has ended, as far as another thread has said
 
     @classmethod
-    def formats(cls, spec: SpanSpec, workers: int, wire: str, dtype: torch.dtype, segments: Segments | None) -> Formats:
-        """What so many workers send each other; arguments as in the constructor."""
-        whole = Pieces.of(segments or Segments(np.zeros(1, np.int64), np.zeros(0, np.int64), (), ()), workers)
-        first, second, values = whole.times(cls.scattered), whole.times(cls.gathered), value_format(wire, dtype).name
+    def formats(cls, buffer: SparseBuffer, workers: int) -> Formats:
+        """What so many workers send each other."""
+        spec, dtype = buffer.spec, buffer.dtype
+        whole = Pieces.of(buffer.segments or Segments(np.zeros(1, np.int64), np.zeros(0, np.int64), (), ()), workers)
+        first, second = whole.times(cls.scattered), whole.times(cls.gathered)
+        values = value_format(buffer.wire, dtype).name
         out, delivered = (
             [pieces.owned(owner).codec(values, spec.numel, dtype) for owner in range(workers)]
             for pieces in (first, second)

@@ -60,7 +60,7 @@ class SimulatedRow:
     @property
     def conserves(self) -> bool:
         """Whether the residual keeps everything that is not sent: the tree of gTop-k drops entries."""
-        return find_collective(self.parts.settings.collective).conserves
+        return find_collective(self.parts.settings.collective).exchange.ability.conserves
 
     @property
     def known_as(self) -> str:
