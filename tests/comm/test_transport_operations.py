@@ -186,14 +186,12 @@ def test_more_wrong_arguments() -> None:
 def test_what_a_library_lacks_is_named() -> None:
     class Lacking(SoloTransport):
         all_to_all = Transport.all_to_all
-        reduce_scatter = Transport.reduce_scatter
         permute = Transport.permute
         split = Transport.split
 
     tensor, transport = torch.zeros(1), Lacking()
     calls: dict[str, Callable[[], Any]] = {
         "all_to_all": lambda: transport.all_to_all(tensor, tensor, [1], [1]),
-        "reduce_scatter": lambda: transport.reduce_scatter(tensor, tensor),
         "permute": lambda: transport.permute(tensor, tensor, []),
         "split": lambda: transport.split([[0]]),
     }
@@ -212,8 +210,7 @@ def lifetimes(rank: int) -> list[Any]:
         transport.permute(share.clone(), tensor[:2], [(0, 1), (1, 0)]),
         transport.all_to_all(torch.zeros(4), tensor, [2, 2], [2, 2]),
     ]
-    for work in works[:2]:
-        work.on_done(called.append)
+    works[1].on_done(called.append)
     before = len(called)
     for work in works:
         work.wait()
@@ -229,4 +226,4 @@ def lifetimes(rank: int) -> list[Any]:
 
 
 def test_works_call_back_once_and_keep_nothing() -> None:
-    assert run_ranks(2, lifetimes) == [[0, 5, True, 1.0, 2, 1]] * 2
+    assert run_ranks(2, lifetimes) == [[0, 4, True, 1.0, 2, 1]] * 2

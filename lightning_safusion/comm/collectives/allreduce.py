@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.comm.cost import ring_allreduce_bytes
 from lightning_safusion.comm.exchange import (
     Ability,
     Notice,
@@ -53,7 +54,7 @@ class DenseAllReduce(StreamOrderedExchange):
         self.headers = self._buffer[spec.numel : length]
         self._counted = device_constant(np.array(_COUNTED, np.uint8)[:, None], device)
         self.bytes_sent = self._buffer.nbytes
-        self.bytes_received = round(2 * (transport.world_size - 1) / transport.world_size * self.bytes_sent)
+        self.bytes_received = round(ring_allreduce_bytes(transport.world_size, self.bytes_sent))
 
     @property
     def message(self) -> Tensor:

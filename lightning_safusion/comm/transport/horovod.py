@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.transport.interface import FinishedWork, ReduceOp, Transport, Work, add_up, check_sizes
+from lightning_safusion.comm.transport.interface import FinishedWork, ReduceOp, Transport, Work, as_bytes, check_sizes
 
 # Seconds between two polls. Horovod's own wait spins, and takes the core from the thread that carries the bytes; that
 # thread itself looks for work once in a millisecond only.
@@ -200,7 +200,7 @@ class HorovodTransport(Transport):
         self._subgroups: list[HorovodTransport] = []
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._launch("gather", _as_bytes(tensor), _as_bytes(output).copy_, self._hvd.allgather_async)
+        return self._launch("gather", as_bytes(tensor), as_bytes(output).copy_, self._hvd.allgather_async)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Transport.all_reduce`.
@@ -217,28 +217,19 @@ class HorovodTransport(Transport):
         return self._launch(op, buffer, finish, self._hvd.allreduce_async_, op=operation)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
-        return self._launch(f"from{source}", _as_bytes(tensor), None, self._hvd.broadcast_async_, root_rank=source)
+        return self._launch(f"from{source}", as_bytes(tensor), None, self._hvd.broadcast_async_, root_rank=source)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], tensor_sizes: Sequence[int]
     ) -> Work:
         check_sizes(output, tensor, output_sizes, tensor_sizes, self.world_size)
-        return self._all_to_all(tensor, tensor_sizes, _as_bytes(output).copy_)
+        splits = torch.tensor([size * tensor.itemsize for size in tensor_sizes], dtype=torch.int32)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        """See :meth:`Transport.reduce_scatter`; the pieces are sent to their owners and added there, in rank order."""
+        def finish(result: Sequence[Tensor]) -> None:
+            as_bytes(output).copy_(result[0])
 
-        def finish(pieces: Tensor) -> None:
-            add_up(output, pieces.view(tensor.dtype).view(self.world_size, -1))
-
-        return self._all_to_all(tensor, [output.numel()] * self.world_size, finish)
-
-    def _all_to_all(self, tensor: Tensor, sizes: Sequence[int], finish: Callable[[Tensor], Any]) -> Work:
-        splits = torch.tensor([size * tensor.itemsize for size in sizes], dtype=torch.int32)
         # ranks send different numbers of elements, under one name
-        return self._launch(
-            "to_all", _as_bytes(tensor), lambda result: finish(result[0]), self._hvd.alltoall_async, 0, splits=splits
-        )
+        return self._launch("to_all", as_bytes(tensor), finish, self._hvd.alltoall_async, 0, splits=splits)
 
     def gather_objects(self, value: Any) -> list[Any]:
         self._objects += 1
@@ -283,8 +274,3 @@ class HorovodTransport(Transport):
         work = HorovodWork(self._hvd, handle, finish, self._watcher)
         works.append(work)
         return work
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as uint8 [bytes]: gathering and copying work for every dtype."""
-    return tensor.detach().view(-1).view(torch.uint8)

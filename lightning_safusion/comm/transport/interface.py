@@ -206,8 +206,13 @@ class Transport(ABC):
         raise self._lacks("all_to_all")
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        """Starts adding up ``tensor`` [n * B] over all ``n`` ranks; rank ``r`` gets piece ``r`` as ``output`` [B]."""
-        raise self._lacks("reduce_scatter")
+        """Starts adding up ``tensor`` [n * B] over all ``n`` ranks; rank ``r`` gets piece ``r`` as ``output`` [B].
+
+        By default the pieces are sent to their owners and added there in float32, in rank order.
+        """
+        pieces, sizes = torch.empty_like(tensor), [output.numel()] * self.world_size
+        work = self.all_to_all(pieces, tensor, sizes, sizes)
+        return JoinedWork([work], lambda: add_up(output, pieces.view(self.world_size, -1)))
 
     def permute(self, output: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
         """Starts copying ``tensor`` of each source into ``output`` of its destination, point to point.
@@ -287,3 +292,8 @@ def add_up(output: Tensor, pieces: Tensor) -> None:
     for piece in pieces[1:]:
         total += piece
     output.copy_(total.view_as(output))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, uint8 [bytes]."""
+    return tensor.detach().view(-1).view(torch.uint8)

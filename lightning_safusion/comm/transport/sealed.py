@@ -15,6 +15,7 @@ from lightning_safusion.comm.transport.interface import (
     ReduceOp,
     Transport,
     Work,
+    as_bytes,
     group_of,
 )
 from lightning_safusion.kernels import cpu as native
@@ -115,7 +116,7 @@ class SealedTransport(Transport):
         """Writes what arrives of some ranks into an output, once it is waited for."""
 
         def finish() -> None:
-            closed, into = arriving.numpy(), _bytes(output)
+            closed, into = arriving.numpy(), as_bytes(output).numpy()
             at = start = 0
             for sender, size in zip(senders, sizes, strict=True):
                 message, target = closed[at : at + _closed_size(size)], into[start : start + size]
@@ -147,7 +148,7 @@ def _closed_memory(sizes: Sequence[int]) -> Tensor:
 
 def _closed(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
     """uint8, messages of so many bytes that lie in a tensor one behind the other, with their checksums."""
-    closed, pieces = _closed_memory(sizes), _bytes(tensor)
+    closed, pieces = _closed_memory(sizes), as_bytes(tensor).numpy()
     into = closed.numpy()
     at = start = 0
     for size in filter(None, sizes):
@@ -156,8 +157,3 @@ def _closed(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         into[at + SEAL_BYTES : at + SEAL_BYTES + size] = message
         at, start = at + SEAL_BYTES + size, start + size
     return closed
-
-
-def _bytes(tensor: Tensor) -> np.ndarray:
-    """uint8, the memory of a contiguous tensor."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy()

@@ -10,7 +10,6 @@ from functools import cache
 from threading import Thread
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from lightning_safusion.comm.transport.interface import (
     ReduceOp,
     Transport,
     Work,
-    add_up,
     check_pairs,
     check_sizes,
     group_of,
@@ -43,19 +41,16 @@ class TorchWork:
 
     Args:
         works: What the asynchronous collectives returned.
-        finish: Called once, when all of them have ended well. :meth:`wait` is then the end of the operation.
         check: Called now and then by a host that waits; its errors end the wait.
+        reports: The backend reports the end of these. Otherwise it is when it has been waited for.
     """
 
     def __init__(
-        self,
-        works: Sequence[dist.Work],
-        finish: Callable[[], None] | None = None,
-        check: Callable[[], None] | None = None,
+        self, works: Sequence[dist.Work], check: Callable[[], None] | None = None, reports: bool = True
     ) -> None:
         self._works = works
-        self._finish = finish
         self._check = check
+        self._reports = reports
         self._callbacks: list[Callable[[float], None]] | None = []
 
     def wait(self) -> None:
@@ -63,15 +58,13 @@ class TorchWork:
         if self._callbacks is None:
             return
         # A work keeps its tensors alive and must not outlive its process group: forget it as soon as it has ended.
-        works, finish, callbacks = self._works, self._finish, self._callbacks
-        self._works, self._finish, self._callbacks = (), None, None
+        works, callbacks = self._works, self._callbacks
+        self._works, self._callbacks = (), None
         for work in works:
             if self._check is None:
                 work.wait()
             else:
                 wait_watchfully(work, self._check)
-        if finish is not None:
-            finish()
         for callback in callbacks:
             callback(time.perf_counter())
 
@@ -79,10 +72,10 @@ class TorchWork:
         """See :meth:`Work.on_done`; after :meth:`wait` it calls back at once."""
         if self._callbacks is None:
             callback(time.perf_counter())
-        elif self._finish is not None:
-            self._callbacks.append(callback)
-        else:
+        elif self._reports:
             self._works[0].get_future().add_done_callback(lambda _: callback(time.perf_counter()))
+        else:
+            self._callbacks.append(callback)
 
 
 class SoloTransport(Transport):
@@ -171,7 +164,7 @@ class TorchTransport(Transport):
             messages = output.view(2, -1)
             messages[self.rank].copy_(tensor.view(-1))
             return JoinedWork([self.broadcast(messages[source], source) for source in range(2)])
-        return TorchWork([_ALL_GATHER(output, tensor, group=self._group, async_op=True)], check=self._check)
+        return self._work(_ALL_GATHER(output, tensor, group=self._group, async_op=True))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op]
@@ -188,16 +181,9 @@ class TorchTransport(Transport):
         return self._work(dist.all_to_all_single(output, tensor, *sizes, group=self._group, async_op=True))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        """See :meth:`Transport.reduce_scatter`.
-
-        Gloo's own reduces the whole tensor on all ranks, at twice the volume: there the pieces are sent to their owners
-        instead, and added in float32, in rank order.
-        """
-        if tensor.device.type != "cpu":
-            return self._work(_REDUCE_SCATTER(output, tensor, group=self._group, async_op=True))
-        pieces = torch.empty_like(tensor)
-        work = dist.all_to_all_single(pieces, tensor, group=self._group, async_op=True)
-        return self._work(work, lambda: add_up(output, pieces.view(self.world_size, -1)))
+        if tensor.is_cpu:  # gloo's own reduces the whole tensor on all ranks, at twice the volume
+            return super().reduce_scatter(output, tensor)
+        return self._work(_REDUCE_SCATTER(output, tensor, group=self._group, async_op=True))
 
     def permute(self, output: Tensor, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Work:
         check_pairs(pairs, self.world_size)
@@ -208,7 +194,7 @@ class TorchTransport(Transport):
             if destination == self.rank:
                 operations.append(dist.P2POp(dist.irecv, output, self._global_rank(source), self._group))
         # gloo does not report the end of a message from rank to rank, nor waits for it with a limit that does no harm
-        return TorchWork(dist.batch_isend_irecv(operations), lambda: None) if operations else FinishedWork()
+        return TorchWork(dist.batch_isend_irecv(operations), reports=False) if operations else FinishedWork()
 
     def gather_objects(self, value: Any) -> list[Any]:
         values, lockstep = [None] * self.world_size, self._lockstep
@@ -256,8 +242,8 @@ class TorchTransport(Transport):
         """
         self._subgroups.clear()
 
-    def _work(self, work: dist.Work, finish: Callable[[], None] | None = None) -> TorchWork:
-        return TorchWork([work], finish, self._check)
+    def _work(self, work: dist.Work) -> TorchWork:
+        return TorchWork([work], self._check)
 
     def _global_rank(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
