@@ -28,14 +28,11 @@ _READ_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 @dataclass(eq=False)
 class _Bucket:
-    """One of DDP's buckets whose mean is under way."""
-
     params: Sequence[Tensor]  # of which it holds the gradients
     memory: Tensor  # the bucket itself; the gradients are views of it
     total: TwoPhaseSum
 
     def deliver(self) -> None:
-        """Waits for the mean, and writes it into the gradients."""
         self.total.wait()
         self.memory.copy_(self.total.buffer)
 
@@ -66,7 +63,6 @@ class _DelayedStep:
         return self._groups.get(bucket, [])
 
     def make(self, bucket: _Bucket) -> None:
-        """Makes the step for the parameters of a bucket."""
         optimizer, groups = self._optimizer, self.groups(bucket)
         params = [param for group in groups for param in group["params"]]
         found = [param.grad for param in params]  # None where they have been emptied meanwhile
@@ -201,7 +197,6 @@ class Dear(GradientExchange):
             optimizer.param_groups = everything
 
     def _may_delay(self, optimizer: Optimizer, module: LightningModule, compiled: bool) -> bool:
-        """Whether the step of an optimizer may reach into the next forward pass; says once why not."""
         if self._runs_compiled is None:
             self._runs_compiled = compiled or runs_compiled(module)
         if self._runs_compiled:
@@ -222,7 +217,6 @@ class Dear(GradientExchange):
             self._settle(next(iter(self._pending.values())))
 
     def _settle(self, bucket: _Bucket) -> None:
-        """Brings the parameters of a bucket, their gradients and their states in the optimizer up to date."""
         for param in bucket.params:
             del self._pending[id(param)]
         device = bucket.total.buffer.device.type

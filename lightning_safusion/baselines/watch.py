@@ -45,7 +45,6 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         return dict, (self.copy(),)
 
     def use_all(self) -> None:
-        """Calls ``used`` for every parameter."""
         for param in super().values():
             if param is not None:
                 self._used(param)

@@ -57,7 +57,6 @@ def calibrate(transport: Transport, device: torch.device, budget_s: float = 0.5)
 
 
 def _sizes(device: torch.device) -> Sequence[int]:
-    """Bytes that are timed, ascending."""
     return _SIZES if device.type == "cpu" else (*_SIZES, *_LARGE)
 
 
@@ -67,13 +66,7 @@ def _message(size: int, world_size: int) -> int:
 
 
 def _turns(measured: list[list[float]], remaining: float, sizes: Sequence[int]) -> int:
-    """How often the next size should be timed, by this rank's clock; 0 ends the measurement.
-
-    Args:
-        measured: Seconds of both collectives, for each size so far.
-        remaining: Seconds that are left.
-        sizes: Bytes, of all that may be timed.
-    """
+    """How often the next size is timed; 0 ends it. ``measured``: seconds of both collectives for each size so far."""
     if not measured:
         return _REPEATS
     # without a rise in the time of both collectives there is no rate

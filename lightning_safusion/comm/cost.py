@@ -153,7 +153,6 @@ def fit_linear(samples: Sequence[tuple[float, float]]) -> LinearCost:
 
 
 def _weighted_line(size: np.ndarray, time: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
-    """The line with coefficients of at least 0 that has the least weighted squared error."""
     weight = weight / weight.sum()
     mean_size, mean_time = float(weight @ size), float(weight @ time)
     variance = float(weight @ (size - mean_size) ** 2)

@@ -57,7 +57,7 @@ class GTopKExchange(MultiPhaseExchange):
         self._offered = self._keep(Entries.of(part.selection, self.device))
 
     def _keep(self, entries: Entries) -> Entries:
-        """Writes the message; returns the entries as others will read them, which is how this rank adds them too."""
+        # as others will read them, which is how this rank adds them too
         self._message, self._kept = encoded([entries], [self.codec], self.device)
         return self._kept
 

@@ -97,7 +97,6 @@ class HostShard(Shard):
 
     @cached_property
     def _sums(self) -> Tensor:
-        """float32 [S], what others have sent."""
         return torch.zeros_like(self._held)
 
     @cached_property

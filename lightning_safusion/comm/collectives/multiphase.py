@@ -129,7 +129,7 @@ class MultiPhaseExchange(Exchange):
 
     @abstractmethod
     def _pack(self, x: Tensor, part: Part) -> None:
-        """Keeps or packs the sparse part; see :meth:`Exchange.encode`."""
+        """Of :meth:`Exchange.encode`, the sparse part."""
 
     @abstractmethod
     def _launch_first(self) -> None:

@@ -141,33 +141,15 @@ class NodeExchange(MultiPhaseExchange):
 
     @abstractmethod
     def _plan(self, buffer: SparseBuffer) -> list[int]:
-        """Makes what :meth:`_between` and :meth:`_read` need of each shard.
-
-        Returns:
-            Bytes that the worker with each shard gives to the others of its node in the end.
-        """
+        """Makes what the other two need of each shard; bytes that its worker gives to the others of its node."""
 
     @abstractmethod
     def _between(self, total: Tensor, units: SpanUnits | None) -> Tensor:
-        """Exchanges the shard of this worker with other nodes.
-
-        Args:
-            total: float32 [S], the node's sums.
-            units: Its elements are compared in these.
-
-        Returns:
-            uint8, what the other workers of the node need of it.
-        """
+        """Exchanges the shard of this worker (float32 [S], sums); uint8, what the others of its node need of it."""
 
     @abstractmethod
     def _read(self, shard: int, message: Tensor, total: Tensor | None) -> ShardResult:
-        """Reads what :meth:`_between` has returned to the worker of a shard.
-
-        Args:
-            shard: Which one.
-            message: What that worker has given.
-            total: float32 [S], the node's sums, where that worker is this one.
-        """
+        """Reads what :meth:`_between` has returned to the worker of a shard; ``total``: where that is this one."""
 
     def sent(self) -> tuple[Tensor, Tensor]:
         return self._sent

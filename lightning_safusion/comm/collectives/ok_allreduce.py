@@ -204,7 +204,6 @@ class OkTopkExchange(MultiPhaseExchange):
         return joined(self._exchanged(self._in_span(parts), [self.spec.numel] * n, lengths))
 
     def _gathered(self, mine: Entries, counts: list[int]) -> Entries:
-        """The entries of all ranks, each at positions in its own region."""
         return self._in_span(self._exchanged(mine, self._sizes, counts))
 
     def _exchanged(self, mine: Entries, sizes: Sequence[int], counts: Sequence[int]) -> list[Entries]:

@@ -64,7 +64,6 @@ def _only_header(nbytes: int, header: int) -> Message:
 
 
 def _formats(pieces: Pieces, codecs: Sequence[Codec | None], sizes: Sequence[int], header: int) -> list[Message] | None:
-    """The format of the message of each owner; None if kernels cannot write one."""
     found = []
     for owner, (codec, nbytes) in enumerate(zip(codecs, sizes, strict=True)):
         message = _format(pieces.owned(owner), codec, nbytes, header)

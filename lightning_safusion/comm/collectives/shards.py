@@ -193,7 +193,7 @@ class Routes:
         return sent
 
     def _within(self, owner: int, codec: Codec, selection: Selection) -> Selection:
-        """What is selected in the shard of an owner, in a fixed shape."""
+        # in a fixed shape
         most = len(selection.indices)
         if not most:
             return Selection(selection.indices, selection.values, 0)

@@ -166,7 +166,7 @@ class Lockstep:
         table = self._table()
         with self.explained():
             wait_watchfully(self._gather(table, mine), self.check, self._polls)
-        places = [_from_row(bytes(line)) for line in table.tolist()]
+        places = [_Place(**json.loads(bytes(line))) for line in table.tolist()]
         other = next((each for each in places if each.conflicts(places[0])), None)
         with self._lock:
             if other is not None or self.error is not None:
@@ -216,7 +216,6 @@ class Lockstep:
         self._thread.start()
 
     def _lost(self) -> str:
-        """Who is lost, as :func:`~lightning_safusion.comm.transport.interface.lost_workers` says it."""
         self._roster.ask()
         self._asked.set()
         said = self._roster.lost(wait=not self._silent)
@@ -310,10 +309,6 @@ def _as_row(place: _Place) -> bytes:
     texts = {"kind": place.kind[:64], "where": place.where[:240]}
     plain = {key: re.sub(r'[^ -~]|["\\]', "?", text) for key, text in texts.items()}
     return json.dumps(asdict(place) | plain).encode().ljust(_ROW)
-
-
-def _from_row(row: bytes) -> _Place:
-    return _Place(**json.loads(row))
 
 
 def _description(places: list[_Place]) -> str:

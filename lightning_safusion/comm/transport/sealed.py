@@ -113,8 +113,6 @@ class SealedTransport(Transport):
     def _opened(
         self, work: Work, arriving: Tensor, output: Tensor, senders: Iterable[int], sizes: Sequence[int]
     ) -> Work:
-        """Writes what arrives of some ranks into an output, once it is waited for."""
-
         def finish() -> None:
             closed, into = arriving.numpy(), as_bytes(output).numpy()
             at = start = 0

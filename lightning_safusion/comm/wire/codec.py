@@ -84,7 +84,6 @@ class Codec(ABC):
 
     @cached_property
     def _split_sizes(self) -> list[int]:
-        """Bytes of the fields, and of the padding that rounds the size up."""
         sizes = self.field_bytes
         return [*sizes, self.nbytes - sum(sizes)]
 
@@ -188,7 +187,6 @@ class Codec(ABC):
         return message.split(self._split_sizes)
 
     def _write_values(self, selection: Selection, field: Tensor, echo: bool) -> Tensor:
-        """Fills the field of values; returns the decoded values as :meth:`encode` does."""
         positions, count = selection.positions, selection.count
         if isinstance(count, int):
             return self.field.write(positions, selection.values, field, echo)
@@ -197,8 +195,7 @@ class Codec(ABC):
         return self._without_padding(self.field.write(positions, selection.values, field, echo), count)
 
     def _without_padding(self, values: Tensor, count: Tensor) -> Tensor:
-        """Zeros behind the first ``count`` (one element on the device): values of a few bits have no zero."""
-        if not self.values.few_bits:
+        if not self.values.few_bits:  # others have a zero
             return values
         return torch.where(torch.arange(len(values), device=values.device) < count, values, 0.0)
 

@@ -34,17 +34,11 @@ _MOST_BITS = 24  # of a position in its bucket
 
 
 class _Tables(NamedTuple):
-    """The buckets of a span on one device.
+    """The buckets of a span on one device."""
 
-    Args:
-        starts: int64 [T], first element of each tensor.
-        firsts: int64 [T], buckets before each tensor.
-        regions: int64 [R + 1], buckets before each region, and in all.
-    """
-
-    starts: Tensor
-    firsts: Tensor
-    regions: Tensor
+    starts: Tensor  # int64 [T], first element of each tensor
+    firsts: Tensor  # int64 [T], buckets before each tensor
+    regions: Tensor  # int64 [R + 1], buckets before each region, and in all
 
 
 class EliasFanoCodec(Codec):
@@ -209,11 +203,7 @@ class EliasFanoCodec(Codec):
         return int(self._regions[run]) + (inside >> self.low + REGION_BITS)
 
     def _positions(self, arrays: native.EliasFano, ranks: np.ndarray, first: int, last: int) -> np.ndarray:
-        """int64, the positions in the regions from ``first`` to before ``last``.
-
-        Raises:
-            ValueError: If the message is damaged.
-        """
+        """int64, the positions in the regions from ``first`` to before ``last``."""
         counted, bounds = ranks[first : last + 1], self._bucket_of_region[first : last + 1]
         begin, end = int(counted[0] + bounds[0]), int(counted[-1] + bounds[-1])
         aligned = begin >> 3
@@ -239,11 +229,7 @@ class EliasFanoCodec(Codec):
         return (both >> shift & np.uint64((1 << self.low) - 1)).astype(np.int64)
 
     def _checked(self, ranks: np.ndarray) -> np.ndarray:
-        """Ranks (int64 [..., R + 1]) as they are.
-
-        Raises:
-            ValueError: If they do not ascend, or there are more entries than there is room for.
-        """
+        """Ranks (int64 [..., R + 1]) as they are; raises ValueError if they do not ascend, or there is no room."""
         native.check_entries(int(ranks[..., -1].max()), self.capacity)
         check_damage(not ranks[..., 0].any() and bool((np.diff(ranks) >= 0).all()), "has fewer entries after more")
         return ranks

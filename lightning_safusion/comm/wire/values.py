@@ -63,16 +63,12 @@ class FloatField(ValueField):
         self.dtype = dtype
         self.nbytes = dtype.itemsize * capacity
 
-    def cast(self, values: Tensor) -> Tensor:
-        """Values (float32) in the dtype of the wire."""
-        if self.dtype == torch.float32:
-            return values
-        limit = torch.finfo(self.dtype).max
-        # Clamping an infinity would hide an overflow that the training loop must see.
-        return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(self.dtype)
-
     def write(self, indices: Tensor, values: Tensor, field: Tensor, echo: bool = True) -> Tensor:
-        coded = self.cast(values)
+        coded = values
+        if self.dtype != torch.float32:
+            limit = torch.finfo(self.dtype).max
+            # Clamping an infinity would hide an overflow that the training loop must see.
+            coded = torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(self.dtype)
         fill(field.view(self.dtype), coded)
         return coded.float() if echo else values
 
@@ -154,7 +150,6 @@ class QuantizedField(ValueField):
         return (octaves + (self._levels - 1)).where((scale > 0) & scale.isfinite(), 0)
 
     def _coarse(self, field: Tensor) -> Tensor:
-        """bfloat16, the scales in a field."""
         return field[self.code_bytes :][: 2 * len(self.starts)].view(torch.bfloat16)
 
     def codes(self, field: Tensor) -> native.Codes:
@@ -168,7 +163,6 @@ class QuantizedField(ValueField):
         return torch.searchsorted(self._on_device, indices, right=True).sub_(1)
 
     def _scales(self, part: Tensor, magnitudes: Tensor) -> Tensor:
-        """float32, one for each part."""
         if self.bits > 1:
             scales = torch.zeros(len(self.starts), dtype=torch.float32, device=magnitudes.device)
             return scales.scatter_reduce_(0, part, magnitudes, "amax")
