@@ -137,14 +137,21 @@ class Cluster:
         self.pool.shutdown()
 
 
-def conserved(cluster: Cluster, steps: int = 6) -> tuple[list[Tensor], list[Tensor]]:
-    """Sum over steps of world_size * update plus residuals, and the sum of all gradients, float64, by tensor."""
+def conserved(
+    cluster: Cluster, steps: int = 6, fresh: Callable[[int], Sequence[Sequence[bool]] | None] = lambda step: None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Sum over steps of world_size * update plus residuals, and the sum of all gradients, float64, by tensor.
+
+    ``fresh`` says, of a step, by rank and registration index, which gradients there are; None: all.
+    """
     n, places = len(cluster.transports), range(len(cluster.specs))
     done = [torch.zeros(s.numel, dtype=torch.float64) for s in cluster.specs]
     given = [torch.zeros(s.numel, dtype=torch.float64) for s in cluster.specs]
     for step in range(steps):
-        grads = cluster.random_grads(step)
-        means = cluster.step(grads)
+        grads, flags = cluster.random_grads(step), fresh(step)
+        if flags is not None:
+            grads = [[x * flag for x, flag in zip(*own, strict=True)] for own in zip(grads, flags, strict=True)]
+        means = cluster.step(grads, flags)
         assert all(equal(means[0], other) for other in means[1:]), "replicas differ"
         for i in places:
             done[i] += n * means[0][i].double()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lab.virtual.transport import LocalTransport, local_transports
 from lightning_safusion.baselines.easgd import ElasticExchange
-from tests.comm.test_local_transport import in_threads
+from tests.comm.exchanges import in_threads
 
 
 class Wrapped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,12 @@ from lightning_safusion.sparsify.basic import TopK
 
 CPU = torch.device("cpu")
 Build = Callable[[SpanSpec, Transport], Exchange]
+
+
+def in_threads(transports: Sequence[Any], fn: Callable[[Any], Any]) -> list[Any]:
+    """Calls it with each of them, at once."""
+    with ThreadPoolExecutor(len(transports)) as pool:
+        return list(pool.map(fn, transports))
 
 
 def span(numel: int, capacity: int, dense: tuple[int, int] | None = None) -> SpanSpec:
@@ -42,8 +49,8 @@ def nodes_in(cluster: Sequence[int]) -> list[list[int]]:
 
 def built(
     name: str,
-    wire: str = "auto",
     nodes: Sequence[int] | None = None,
+    wire: str = "auto",
     segments: Segments | None = None,
     **options: Any,
 ) -> Build:
@@ -61,30 +68,8 @@ def built(
     return build
 
 
-def allgather(wire: str = "auto") -> Build:
-    return built("allgather", wire)
-
-
-def hybrid(wire: str = "auto") -> Build:
-    return built("hybrid", wire)
-
-
-def oktopk(wire: str = "auto", **options: Any) -> Build:
-    return built("oktopk", wire, **options)
-
-
-def gtopk(wire: str = "auto") -> Build:
-    return built("gtopk", wire)
-
-
-def hierarchical(nodes: Sequence[int] | None = None, wire: str = "auto", segments: Segments | None = None) -> Build:
-    return built("hierarchical", wire, nodes, segments)
-
-
-def hierarchical_sharded(
-    nodes: Sequence[int] | None = None, wire: str = "auto", segments: Segments | None = None
-) -> Build:
-    return built("hierarchical-sharded", wire, nodes, segments)
+allgather, hybrid, oktopk, gtopk = (partial(built, name) for name in ("allgather", "hybrid", "oktopk", "gtopk"))
+hierarchical, hierarchical_sharded = (partial(built, name) for name in ("hierarchical", "hierarchical-sharded"))
 
 
 def sharded(wire: str = "auto", **shares: float) -> Build:
@@ -172,8 +157,7 @@ class Workers:
         self.exchanges: list[Any] = self.each(lambda rank: build(spec, self.transports[rank]))
 
     def each(self, fn: Callable[[int], Any]) -> list[Any]:
-        with ThreadPoolExecutor(len(self.transports)) as pool:
-            return list(pool.map(fn, range(len(self.transports))))
+        return in_threads(range(len(self.transports)), fn)
 
     def step(self, xs: Sequence[Tensor], parts: Sequence[Part] | None = None) -> list[Received]:
         """One exchange on all workers."""

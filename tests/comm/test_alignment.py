@@ -70,14 +70,14 @@ def allreduce(spec: SpanSpec, transport: Transport) -> Exchange:
 @pytest.mark.parametrize(
     ("build", "calls"),
     [
-        (allgather("bf16"), {"all_gather"}),
+        (allgather(wire="bf16"), {"all_gather"}),
         (allreduce, {"all_reduce"}),
-        (hybrid("bitmap-fp16"), {"all_gather", "all_reduce"}),
+        (hybrid(wire="bitmap-fp16"), {"all_gather", "all_reduce"}),
         (hierarchical(wire="bf16"), {"all_to_all", "all_gather", "all_reduce"}),
         (sharded("q4"), {"all_to_all", "all_gather", "all_reduce"}),
         (hierarchical_sharded(wire="q4"), {"all_to_all", "all_gather", "all_reduce"}),
-        (gtopk("coo-bf16"), {"permute", "broadcast", "all_reduce"}),
-        (oktopk("coo-bf16"), {"all_to_all", "all_reduce"}),
+        (gtopk(wire="coo-bf16"), {"permute", "broadcast", "all_reduce"}),
+        (oktopk(wire="coo-bf16"), {"all_to_all", "all_reduce"}),
     ],
 )
 def test_messages_begin_at_lines(monkeypatch: pytest.MonkeyPatch, build: Build, calls: set[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,13 +12,8 @@ from lab.virtual.transport import LocalTransport, local_transports
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce, TwoPhaseSum
 from lightning_safusion.comm.exchange import SpanSpec
 from lightning_safusion.comm.transport.torch_backend import default_transport
-from tests.comm.exchanges import CPU, Workers, gradients
+from tests.comm.exchanges import CPU, Workers, gradients, in_threads
 from tests.process_group import run_ranks
-
-
-def each(transports: list[LocalTransport], fn: Callable[[int, LocalTransport], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(transports)) as pool:
-        return list(pool.map(fn, range(len(transports)), transports))
 
 
 @pytest.mark.parametrize(
@@ -30,18 +23,18 @@ def test_equals_the_all_reduce_bit_for_bit(world_size: int, dtype: torch.dtype) 
     for numel in (0, 1, 2, 7, 1000):
         xs = [x.to(dtype) for x in gradients(world_size, numel)]
 
-        def both(rank: int, transport: LocalTransport, xs: list[Tensor] = xs) -> tuple[Tensor, Tensor]:
-            total = TwoPhaseSum(len(xs[rank]), dtype, transport, CPU)
+        def both(transport: LocalTransport, xs: list[Tensor] = xs) -> tuple[Tensor, Tensor]:
+            total = TwoPhaseSum(len(xs[0]), dtype, transport, CPU)
             for _ in range(2):  # buffers are used again
-                total.buffer.copy_(xs[rank])
+                total.buffer.copy_(xs[transport.rank])
                 total.start()
                 total.start_second()
                 total.wait()
-            whole = xs[rank].clone()
+            whole = xs[transport.rank].clone()
             transport.all_reduce(whole).wait()
             return total.buffer, whole
 
-        for mine, whole in each(local_transports(world_size, timeout=20.0), both):
+        for mine, whole in in_threads(local_transports(world_size, timeout=20.0), both):
             assert torch.equal(mine, whole)
 
 
@@ -49,10 +42,10 @@ def test_the_second_phase_may_wait_until_others_have_begun() -> None:
     """All first phases, then all second ones, each awaited when it is needed."""
     xs = [gradients(3, 50, seed=seed) for seed in range(2)]
 
-    def run(rank: int, transport: LocalTransport) -> list[Tensor]:
+    def run(transport: LocalTransport) -> list[Tensor]:
         pair = [TwoPhaseSum(50, torch.float32, transport, CPU) for _ in xs]
         for total, x in zip(pair, xs, strict=True):
-            total.buffer.copy_(x[rank])
+            total.buffer.copy_(x[transport.rank])
             total.start()
         for total in reversed(pair):
             total.start_second()
@@ -60,7 +53,7 @@ def test_the_second_phase_may_wait_until_others_have_begun() -> None:
             total.wait()
         return [total.buffer for total in pair]
 
-    for sums in each(local_transports(3, timeout=20.0), run):
+    for sums in in_threads(local_transports(3, timeout=20.0), run):
         for total, x in zip(sums, xs, strict=True):
             torch.testing.assert_close(total, torch.stack(x).sum(0))
 

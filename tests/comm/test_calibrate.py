@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from lightning_safusion.comm.transport.interface import LaterWork, ReduceOp, Wor
 from lightning_safusion.comm.transport.torch_backend import SoloTransport, default_transport
 from lightning_safusion.fusion import build
 from tests.cluster import Cluster, settings
+from tests.comm.exchanges import in_threads
 from tests.process_group import run_ranks
 
 CPU = torch.device("cpu")
@@ -57,8 +57,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def calibrate_all(ranks: list[SlowTransport], budget_s: float) -> list[dict[str, LinearCost]]:
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(lambda transport: calibrate(transport, CPU, budget_s), ranks))
+    return in_threads(ranks, lambda transport: calibrate(transport, CPU, budget_s))
 
 
 def on_gloo(rank: int) -> dict[str, LinearCost]:

@@ -10,7 +10,7 @@ import torch
 from lightning_safusion.comm.catalogue import COLLECTIVES, Collective
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
-from tests.cluster import Cluster, assert_conserved, settings, specs
+from tests.cluster import Cluster, assert_conserved, conserved, settings, specs
 from tests.comm.exchanges import Build, hierarchical, hierarchical_sharded, oktopk
 
 BUILDS: dict[str, Build | None] = {
@@ -34,31 +34,18 @@ def drift(monkeypatch: pytest.MonkeyPatch, name: str, world_size: int, **options
         row = Collective(SparseAllGather, lambda buffer, over: build(buffer.spec, over.main))
     monkeypatch.setitem(COLLECTIVES, "tested", row)
     cluster = Cluster(world_size, lambda: settings(collective="tested", density=0.05, **options), specs(dense=(1, 4)))
-    given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
-    delivered = [torch.zeros_like(total) for total in given]
-    for step in range(8):
-        grads = cluster.random_grads(step)
-        fresh = [[True] * len(cluster.specs) for _ in grads]
+
+    def fresh(step: int) -> list[list[bool]]:
+        flags = [[True] * len(cluster.specs) for _ in range(world_size)]
         if step == 4:  # one rank has no gradient of a tensor, another none of any
-            fresh[0][3] = False
-            fresh[-1] = [False] * len(cluster.specs)
-        for rank, flags in enumerate(fresh):
-            for index, flag in enumerate(flags):
-                if not flag:
-                    grads[rank][index].zero_()
-                given[index] += grads[rank][index]
-        means = cluster.step(grads, fresh)
-        for index, mean in enumerate(means[0]):
-            assert all(torch.equal(mean, other[index]) for other in means[1:])
-            delivered[index] += world_size * mean.double()
-    shares = []
-    for index, total in enumerate(given):
-        held = sum(cluster.residual(rank, index) for rank in range(world_size))
-        if len(total):
-            shares.append(float((delivered[index] + held - total).abs().max() / total.abs().max()))
-    assert any(cluster.residual(0, index).any() for index in range(len(given)))
+            flags[0][3] = False
+            flags[-1] = [False] * len(cluster.specs)
+        return flags
+
+    done, given = conserved(cluster, 8, fresh)
+    assert any(residual.any() for residual in cluster.residuals())
     cluster.close()
-    return max(shares)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(done, given, strict=True) if len(b))
 
 
 @pytest.mark.filterwarnings("ignore:.* tensors .* were computed on some ranks only")

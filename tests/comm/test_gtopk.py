@@ -70,7 +70,7 @@ def test_mass_is_lost() -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
     n, size = world_size, aligned(4 + 8 * 25)
-    workers = Workers(n, span(1000, 25), gtopk("coo-fp32"))
+    workers = Workers(n, span(1000, 25), gtopk(wire="coo-fp32"))
     workers.step(gradients(n, 1000))
     received = [e.bytes_received - e.lane.bytes_received for e in workers.exchanges]
     assert sum(received) == 2 * (n - 1) * size

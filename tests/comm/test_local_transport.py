@@ -1,21 +1,15 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from lab.virtual.transport import LocalTransport, local_transports
+from tests.comm.exchanges import in_threads
 
 WORLDS = [1, 2, 3, 5]
-
-
-def in_threads(transports: list[LocalTransport], fn: Callable[[LocalTransport], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(transports)) as pool:
-        return list(pool.map(fn, transports))
 
 
 def noise(rank: int, size: int = 1000) -> torch.Tensor:
@@ -106,22 +100,6 @@ def test_gather_objects_gives_everyone_a_copy() -> None:
     assert results[1][1]["list"] == [1]
 
 
-def test_subgroups_have_an_order_of_their_own() -> None:
-    def work(transport: LocalTransport) -> list[float]:
-        side, other = transport.subgroup(), transport.subgroup()
-        tensors = [torch.full((1,), float(10**place)) for place in range(3)]
-        launches = [
-            lambda: transport.all_reduce(tensors[0]),
-            lambda: side.all_reduce(tensors[1]),
-            lambda: other.all_reduce(tensors[2]),
-        ]
-        for operation in [launches[(place + transport.rank) % 3]() for place in range(3)]:
-            operation.wait()
-        return [float(tensor) for tensor in tensors]
-
-    assert in_threads(local_transports(3), work) == [[3.0, 30.0, 300.0]] * 3
-
-
 def test_bytes_are_counted_by_the_volume_of_ring_algorithms() -> None:
     ranks = local_transports(4)
     for transport in ranks:
@@ -130,16 +108,6 @@ def test_bytes_are_counted_by_the_volume_of_ring_algorithms() -> None:
         transport.broadcast(torch.zeros(10), source=1)
     assert [t.bytes_received for t in ranks] == [300 + 600 + 40, 300 + 600, 300 + 600 + 40, 300 + 600 + 40]
     assert [t.bytes_sent for t in ranks] == [900, 900 + 120, 900, 900]
-
-
-def test_threads_do_not_need_to_be_started_in_rank_order() -> None:
-    first, second = local_transports(2)
-    tensor = torch.ones(1)
-    late = threading.Timer(0.05, lambda: first.all_reduce(torch.ones(1)))
-    late.start()
-    second.all_reduce(tensor).wait()
-    late.join()
-    assert tensor.item() == 2.0
 
 
 def test_wrong_arguments() -> None:

@@ -51,7 +51,7 @@ ALL: dict[str, Build] = {
     "sharded-bf16": sharded("bf16", scattered=1.0, gathered=1.0),
     "sharded-q4": sharded("q4"),
     "gtopk": gtopk(),
-    "gtopk-bf16": gtopk("bf16"),
+    "gtopk-bf16": gtopk(wire="bf16"),
 }
 #: One of each kind, with different values on the wire.
 KINDS = ["oktopk-reused", "hierarchical-bf16", "hierarchical-sharded-q4", "sharded", "gtopk-bf16"]
@@ -121,7 +121,7 @@ def test_dense_pieces_are_averaged(build: Build, numel: int, capacity: int, dens
         assert bool(results[0].mean.any()) is (capacity > 0)
 
 
-@pytest.mark.parametrize("build", [*(ALL[name] for name in KINDS), allgather(), allgather("q4"), hybrid()])
+@pytest.mark.parametrize("build", [*(ALL[name] for name in KINDS), allgather(), allgather(wire="q4"), hybrid()])
 def test_of_an_absent_tensor_nothing_is_sent(build: Build) -> None:
     spec = span(2000, 20, dense=(500, 900))
     workers = Workers(3, spec, build)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lab.virtual.transport import local_transports
 from lightning_safusion.comm.transport.interface import ReduceOp, Transport, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport, TorchTransport
-from tests.comm.test_local_transport import in_threads
+from tests.comm.exchanges import in_threads
 from tests.process_group import run_ranks
 
 WORLDS = [1, 2, 3, 5]
