@@ -93,30 +93,11 @@ class FinishedWork:
         callback(time.perf_counter())
 
 
-class LaterWork:
-    """An operation that runs when it is waited for. When it has ended is not recorded.
-
-    Args:
-        run: Is called once.
-    """
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run: Callable[[], None] | None = run
-
-    def wait(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run()
-
-    def on_done(self, callback: Callable[[float], None]) -> None:
-        """Never calls ``callback``."""
-
-
 class JoinedWork:
     """Operations as one: it has ended when all of them have.
 
     Args:
-        works: At least one.
+        works: If there are none, :meth:`on_done` never calls back.
         finish: Called once by :meth:`wait`, when all have ended. For :meth:`on_done` the end is before it.
     """
 
@@ -144,6 +125,17 @@ class JoinedWork:
 
         for work in self._works:
             work.on_done(done)
+
+
+class LaterWork(JoinedWork):
+    """An operation that runs when it is waited for. When it has ended is not recorded.
+
+    Args:
+        run: Is called once.
+    """
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        super().__init__([], run)
 
 
 class Transport(ABC):
