@@ -59,7 +59,6 @@ class _DelayedStep:
                 self._groups.setdefault(bucket, []).append(options | {"params": params})
 
     def groups(self, bucket: _Bucket | None) -> list[dict[str, Any]]:
-        """Parameter groups of a bucket; for None of all parameters that wait for nothing."""
         return self._groups.get(bucket, [])
 
     def make(self, bucket: _Bucket) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lab.virtual.transport import local_transports
 from lightning_safusion.comm.transport.interface import ReduceOp, Transport, Work
@@ -217,13 +216,8 @@ def lifetimes(rank: int) -> list[Any]:
         work.on_done(called.append)
     del tensor
     gc.collect()
-    group = transport.split([[0], [1]])
-    groups = len(dist.distributed_c10d._world.pg_map)
-    alone = torch.ones(1)
-    group.all_reduce(alone).wait()
-    transport.close()
-    return [before, len(called), alive() is None, alone.item(), groups, len(dist.distributed_c10d._world.pg_map)]
+    return [before, len(called), alive() is None]
 
 
 def test_works_call_back_once_and_keep_nothing() -> None:
-    assert run_ranks(2, lifetimes) == [[0, 4, True, 1.0, 2, 1]] * 2
+    assert run_ranks(2, lifetimes) == [[0, 4, True]] * 2

@@ -136,6 +136,8 @@ def test_errors_name_the_value_and_the_fix() -> None:
     ):
         with pytest.raises(ValueError, match=f"wire='{gone}' is no more: use '{better}', or '{gone.split('-')[1]}'"):
             resolve_codec(gone, 10, 1, torch.float32)
+    with pytest.raises(ValueError, match="unknown wire format 'list-q4'"):
+        resolve_codec("list-q4", 10, 1, torch.float32)
     with pytest.raises(ValueError, match="between 0 and the 10 elements of the span, got 11"):
         resolve_codec("auto", 10, 11, torch.float32)
     codec = resolve_codec("auto", 10, 2, torch.float32)

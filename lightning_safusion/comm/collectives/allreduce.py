@@ -192,14 +192,8 @@ def coo_means(transport: Transport, grads: Sequence[Tensor]) -> list[Tensor]:
     """Averages gradients that are sparse tensors (``nn.Embedding(sparse=True)``) as DDP does, without selection.
 
     Ranks hold different numbers of rows, so these are exchanged first and the messages padded to the longest. Waits
-    for the device. Rows are added in rank order.
-
-    Args:
-        transport: Communicator.
-        grads: Sparse COO gradients, the same number on all ranks, in the same order.
-
-    Returns:
-        The means, coalesced, of the dtype of each gradient.
+    for the device. Rows are added in rank order. All ranks pass as many gradients, in the same order; the means are
+    coalesced.
     """
     if not grads:
         return []
@@ -220,7 +214,6 @@ def _coo_mean(transport: Transport, grad: Tensor, counts: list[int]) -> Tensor:
 
 
 def _gathered_rows(transport: Transport, rows: Tensor, counts: list[int]) -> Tensor:
-    """Every rank's rows, of which it has so many, one behind the other."""
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
     received = rows.new_empty((transport.world_size, *padded.shape))

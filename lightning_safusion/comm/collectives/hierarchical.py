@@ -31,8 +31,6 @@ class HierarchicalExchange(NodeExchange):
     So a node sends ``capacity`` entries (one more for every cut), not ``capacity`` for each of its workers:
     ``(nodes - 1) * S`` bytes cross a node's network card, where a flat all-gather takes
     ``(workers - workers of the node) * S``.
-
-    Arguments are those of :class:`~lightning_safusion.comm.collectives.nodes.NodeExchange`.
     """
 
     def _plan(self, buffer: SparseBuffer) -> list[int]:
@@ -75,8 +73,7 @@ class HierarchicalShardedExchange(NodeExchange):
     takes its own part of these out of its residual. All that is left over, positive or negative, is in the residual of
     the worker with the shard: rounding errors, and the sums of other nodes that it has not delivered.
 
-    Arguments are those of :class:`~lightning_safusion.comm.collectives.nodes.NodeExchange`; positions are those of
-    Elias and Fano.
+    Positions are those of Elias and Fano, whatever the wire.
 
     Raises:
         ValueError: If segments compete for a pool.

@@ -61,13 +61,7 @@ class Stream:
         self._verdict: np.ndarray | None = None  # of a window that has ended
 
     def append(self, tensor: int, selection: Selection, flag: int, notices: int) -> Tensor:
-        """Queues this rank's elements of a tensor, and launches every buffer that is full.
-
-        Args:
-            tensor: Place of the tensor.
-            selection: Its elements, positions in the tensor.
-            flag: Its ``TensorFlag``.
-            notices: Bits of ``Notice``.
+        """Queues this rank's elements of the tensor at a place, at positions in it; launches every buffer that is full.
 
         Returns:
             float32 [count], the values as they will be decoded.

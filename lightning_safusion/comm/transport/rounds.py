@@ -49,12 +49,6 @@ def agreed(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
 
     Rank 0 answers whoever has signed for a rank, dead or not, until so many have heard this very name.
 
-    Args:
-        store: Shared by all.
-        rank: This worker.
-        world_size: Workers.
-        timeout: For all to meet.
-
     Raises:
         RuntimeError: If some do not come (torch's ``DistStoreError`` in those that wait for rank 0).
     """

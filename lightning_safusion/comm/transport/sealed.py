@@ -136,7 +136,7 @@ class SealedTransport(Transport):
 
 
 def _closed_size(size: int) -> int:
-    """Bytes of a message of so many, with its checksum; what is empty has none."""
+    # what is empty has no checksum
     return size + SEAL_BYTES if size else 0
 
 
