@@ -16,7 +16,6 @@ from lightning_safusion.comm.collectives.nodes import NodeExchange, ShardResult
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.collectives.shards import Formats
 from lightning_safusion.comm.exchange import Ability, Part, SpanSpec, SparseBuffer, TensorFlag
-from lightning_safusion.comm.wire.formats import codec_of_segments
 from lightning_safusion.sparsify.selection.survey import History
 from lightning_safusion.sparsify.selection.units import SpanUnits
 
@@ -34,7 +33,9 @@ class HierarchicalExchange(NodeExchange):
     """
 
     def _plan(self, buffer: SparseBuffer) -> list[int]:
-        self._codecs = [codec_of_segments(shard, buffer.wire, buffer.dtype) for shard in self._segments]
+        specs = [SpanSpec(cut.numel, cut.capacity, tuple(cut.edges.tolist()), ()) for cut in self._segments]
+        shards = zip(specs, self._segments, strict=True)
+        self._codecs = [replace(buffer, spec=spec, segments=cut).codec for spec, cut in shards]
         if self._own is not None:
             self._history = History(self._segments[self._own])
         return [len(self.transports.nodes) * size for size in message_sizes(self._codecs)]

@@ -37,7 +37,7 @@ from lightning_safusion.comm.wire.values import VALUES, Values, fill, packed, sc
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.fields import MESSAGE_BYTES
 from lightning_safusion.lookup import look_up
-from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.torch_view import find_marked
 
 
@@ -205,15 +205,6 @@ def resolve_codec(
         (codec(shape) for codec in layouts),
         key=lambda codec: math.ceil(codec.nbytes * weight.get(codec.layout, 1) / unit),
     )
-
-
-def codec_of_segments(segments: Segments, wire: str, grad_dtype: torch.dtype) -> Codec | None:
-    """:func:`resolve_codec` for a span whose segments are its tensors; None if no element is selected."""
-    if not segments.capacity:
-        return None
-    # a pool may be spent anywhere
-    entries = None if segments.pool else segments.quotas.tolist()
-    return resolve_codec(wire, segments.numel, segments.capacity, grad_dtype, segments.edges.tolist(), entries)
 
 
 def _number_marked(bitmap: np.ndarray) -> int:
