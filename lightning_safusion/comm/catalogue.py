@@ -4,34 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import partial
 
+from lightning_safusion.comm.buffer import Communicators, NodeTransports, SparseBuffer
 from lightning_safusion.comm.collectives.allgather import HybridExchange, SparseAllGather
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce
 from lightning_safusion.comm.collectives.gtopk import GTopKExchange
 from lightning_safusion.comm.collectives.hierarchical import HierarchicalExchange, HierarchicalShardedExchange
-from lightning_safusion.comm.collectives.nodes import NodeTransports
 from lightning_safusion.comm.collectives.ok_allreduce import OkTopkExchange
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import CollectiveChoice, LinearCost
-from lightning_safusion.comm.exchange import Exchange, SparseBuffer, StreamOrderedExchange
+from lightning_safusion.comm.exchange import Exchange, StreamOrderedExchange
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.registry import Registry
-
-
-@dataclass(frozen=True)
-class Communicators:
-    """What the buffers of one job are exchanged over.
-
-    Args:
-        main: All ranks.
-        beside: All ranks: another one where dense tensors have a lane, or later phases an order, of their own.
-        nodes: Inside and between nodes; only where the collective has two levels.
-    """
-
-    main: Transport
-    beside: Transport
-    nodes: NodeTransports | None
 
 
 @dataclass(frozen=True)
@@ -96,29 +80,17 @@ def _hybrid(buffer: SparseBuffer, over: Communicators) -> Exchange:
     return HybridExchange(buffer.spec, over.main, over.beside, buffer.device, codec)
 
 
-def _over_nodes(
-    kind: type[HierarchicalExchange] | type[HierarchicalShardedExchange], buffer: SparseBuffer, over: Communicators
-) -> Exchange:
-    if over.nodes is None:
-        raise ValueError(f"{kind.__name__} needs communicators of nodes: open them with Collective.connect")
-    return kind(buffer, over.nodes)
-
-
 #: By the names that ``collective`` takes.
 COLLECTIVES: dict[str, Collective] = {
     "auto": Collective(SparseAllGather, _allgather, choice="auto"),
     "allgather": Collective(SparseAllGather, _allgather),
     "hybrid": Collective(HybridExchange, _hybrid, dense_lane=True),
-    "hierarchical": Collective(HierarchicalExchange, partial(_over_nodes, HierarchicalExchange), levels=True),
-    "hierarchical-sharded": Collective(
-        HierarchicalShardedExchange, partial(_over_nodes, HierarchicalShardedExchange), levels=True
-    ),
+    "hierarchical": Collective(HierarchicalExchange, HierarchicalExchange, levels=True),
+    "hierarchical-sharded": Collective(HierarchicalShardedExchange, HierarchicalShardedExchange, levels=True),
     "allreduce": Collective(SparseAllGather, _allgather, choice="allreduce"),
-    "sharded": Collective(ShardedExchange, lambda buffer, over: ShardedExchange(buffer, over.main, over.beside)),
-    "oktopk": Collective(OkTopkExchange, lambda buffer, over: OkTopkExchange(buffer, over.main)),
-    "gtopk": Collective(
-        GTopKExchange, lambda buffer, over: GTopKExchange(buffer.spec, over.main, buffer.device, buffer.codec)
-    ),
+    "sharded": Collective(ShardedExchange, ShardedExchange),
+    "oktopk": Collective(OkTopkExchange, OkTopkExchange),
+    "gtopk": Collective(GTopKExchange, GTopKExchange),
 }
 _REGISTRY: Registry[Collective] = Registry("collective", Collective, COLLECTIVES, "collectives")
 

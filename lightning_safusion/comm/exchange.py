@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.transport.interface import Transport, Work
-from lightning_safusion.comm.wire.codec import Codec
-from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.fields import MESSAGE_BYTES, TensorFlag
 from lightning_safusion.kernels.fields import Notice as Notice  # of the headers that a verdict reads
@@ -62,35 +60,6 @@ class SpanSpec:
         sizes[self.dense_tensors] = 0
         tensors = np.flatnonzero(sizes)
         return tensors.tolist(), native.Parts.of(edges[tensors], sizes[tensors], most)
-
-
-@dataclass(frozen=True)
-class SparseBuffer:
-    """A buffer in which some tensors may not be dense; a collective is built for it.
-
-    Args:
-        spec: Its shape.
-        device: Where it lives.
-        wire: Wire format by name.
-        dtype: Of all its gradients; float32 where they differ.
-        segments: How it is cut for selection; None if no element is selected.
-    """
-
-    spec: SpanSpec
-    device: torch.device
-    wire: str
-    dtype: torch.dtype
-    segments: Segments | None
-
-    @property
-    def codec(self) -> Codec | None:
-        """The format of its messages; None if no element is selected."""
-        spec, cut = self.spec, self.segments
-        if not spec.capacity:
-            return None
-        own = cut is not None and not cut.pool and np.array_equal(cut.edges, spec.edges)  # a quota for each tensor
-        entries = cut.quotas.tolist() if own and cut is not None else None
-        return resolve_codec(self.wire, spec.numel, spec.capacity, self.dtype, spec.edges, entries)
 
 
 @dataclass(frozen=True)

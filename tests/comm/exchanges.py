@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.virtual.transport import local_transports
-from lightning_safusion.comm.catalogue import COLLECTIVES, SparseBuffer
+from lightning_safusion.comm.catalogue import COLLECTIVES, Communicators, SparseBuffer
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, Verdict
 from lightning_safusion.comm.transport.interface import Transport, Work
@@ -83,7 +83,8 @@ def sharded(wire: str = "auto", **shares: float) -> Build:
             sizes[spec.dense_tensors] = 0
             quotas, shapes = -(-sizes * spec.capacity // sizes.sum()), tuple((size,) for size in sizes.tolist())
             segments = Segments(np.array(spec.edges), quotas, tuple(range(len(sizes))), shapes)
-        return kind(SparseBuffer(spec, CPU, wire, torch.float32, segments), transport, transport.subgroup())
+        over = Communicators(transport, transport.subgroup(), None)
+        return kind(SparseBuffer(spec, CPU, wire, torch.float32, segments), over)
 
     return build
 

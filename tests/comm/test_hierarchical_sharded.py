@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_safusion.comm.buffer import Communicators, SparseBuffer
 from lightning_safusion.comm.collectives.nodes import shard_of
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
-from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, SparseBuffer
+from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.comm.wire.formats import message_bytes
@@ -71,7 +72,8 @@ def flat(segments: Segments, wire: str) -> Build:
     """What a rail is to do with the sums of a shard."""
 
     def build(spec: SpanSpec, transport: Transport) -> Exchange:
-        return ShardedExchange(SparseBuffer(spec, CPU, wire, torch.float32, segments), transport, transport.subgroup())
+        over = Communicators(transport, transport.subgroup(), None)
+        return ShardedExchange(SparseBuffer(spec, CPU, wire, torch.float32, segments), over)
 
     return build
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_safusion.comm.buffer import Communicators, SparseBuffer
 from lightning_safusion.comm.collectives.multiphase import (
     Entries,
     MultiPhaseExchange,
@@ -12,9 +13,8 @@ from lightning_safusion.comm.collectives.multiphase import (
     encoded,
     message_sizes,
 )
-from lightning_safusion.comm.exchange import Ability, Part, SpanSpec
-from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
-from lightning_safusion.comm.wire.codec import Codec
+from lightning_safusion.comm.exchange import Ability, Part
+from lightning_safusion.comm.transport.interface import FinishedWork, Work
 
 
 def tree_rounds(world_size: int) -> list[list[tuple[int, int]]]:
@@ -38,19 +38,19 @@ class GTopKExchange(MultiPhaseExchange):
     is rounded to the wire's values after every addition.
 
     Args:
-        spec, transport, device: See :class:`Exchange`; the transport needs point-to-point messages.
-        codec: Wire format of a list; None if the whole span is dense.
+        buffer: What is exchanged.
+        over: Communicators, which need point-to-point messages.
     """
 
     ability = Ability(conserves=False)
 
-    def __init__(self, spec: SpanSpec, transport: Transport, device: torch.device, codec: Codec | None) -> None:
-        super().__init__(spec, transport, device)
-        self.codec = codec
-        self._rounds = tree_rounds(transport.world_size)
-        self._message = torch.zeros(*message_sizes([codec]), dtype=torch.uint8, device=device)
+    def __init__(self, buffer: SparseBuffer, over: Communicators) -> None:
+        super().__init__(buffer.spec, over.main, buffer.device)
+        self.codec = buffer.codec
+        self._rounds = tree_rounds(over.main.world_size)
+        self._message = torch.zeros(*message_sizes([self.codec]), dtype=torch.uint8, device=self.device)
         self._received = torch.zeros_like(self._message)
-        self._kept = Entries.none(device)
+        self._kept = Entries.none(self.device)
         self._work: Work = FinishedWork()
 
     def _pack(self, x: Tensor, part: Part) -> None:

@@ -11,11 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_safusion.comm.buffer import Communicators, SparseBuffer
 from lightning_safusion.comm.collectives.multiphase import Entries, decoded, encoded, message_sizes, summed
 from lightning_safusion.comm.collectives.nodes import NodeExchange, ShardResult
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.collectives.shards import Formats
-from lightning_safusion.comm.exchange import Ability, Part, SpanSpec, SparseBuffer, TensorFlag
+from lightning_safusion.comm.exchange import Ability, Part, SpanSpec, TensorFlag
 from lightning_safusion.sparsify.selection.survey import History
 from lightning_safusion.sparsify.selection.units import SpanUnits
 
@@ -103,7 +104,7 @@ class HierarchicalShardedExchange(NodeExchange):
         if own is not None:
             # its phases follow each other, so that they need no communicators of their own
             between = self.transports.between
-            self._rail = ShardedExchange(shards[own], between, between)
+            self._rail = ShardedExchange(shards[own], Communicators(between, between, None))
             self._history = History(self._rail.first.segments())
             self._fresh = torch.full((1,), int(TensorFlag.FRESH), dtype=torch.uint8, device=self.device)
         return [

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,50 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.comm.buffer import Communicators, SparseBuffer
 from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined
-from lightning_safusion.comm.exchange import Ability, Part, SparseBuffer, padded, saturated
-from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.exchange import Ability, Part, padded, saturated
+from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.survey import History, Selector
 from lightning_safusion.sparsify.selection.units import SpanUnits
-
-
-@dataclass(frozen=True)
-class NodeTransports:
-    """Communicators of two levels; made once, shared by all exchanges.
-
-    A *rail* is the first members of all nodes, or the second, and so on, as far as the smallest node goes. So many
-    workers of every node use its network card at once.
-
-    Args:
-        world: All ranks.
-        inside: The ranks of this rank's node.
-        between: The rail of this rank; only itself if its place is beyond the smallest node.
-        nodes: Ranks of all nodes.
-        rails: Ranks of all rails.
-    """
-
-    world: Transport
-    inside: Transport
-    between: Transport
-    nodes: tuple[tuple[int, ...], ...]
-    rails: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def make(cls, world: Transport, node: Hashable) -> NodeTransports:
-        """Makes the communicators from the name of each rank's node (its host's name, or number). Collective.
-
-        The transports are closed with ``world``, that of all ranks.
-        """
-        members: dict[Hashable, list[int]] = {}
-        for rank, name in enumerate(world.gather_objects(node)):
-            members.setdefault(name, []).append(rank)
-        nodes = tuple(map(tuple, members.values()))
-        rails = tuple(tuple(sorted(rail)) for rail in zip(*nodes, strict=False))
-        alone = [(rank,) for ranks in nodes for rank in ranks[len(rails) :]]
-        return cls(world, world.split(nodes), world.split([*rails, *alone]), nodes, rails)
 
 
 def shard_of(segments: Segments, low: int, high: int) -> Segments:
@@ -103,15 +67,20 @@ class NodeExchange(MultiPhaseExchange):
 
     Args:
         buffer: What is exchanged; its wire is that between nodes. Without segments its span is one.
-        transports: Communicators of both levels.
+        over: Communicators, those of both levels among them.
+
+    Raises:
+        ValueError: If it gets none of two levels.
     """
 
     ability = Ability(selects_itself=True, few_bits=True)
     #: Of the sums that this worker selects from.
     _history: History
 
-    def __init__(self, buffer: SparseBuffer, transports: NodeTransports) -> None:
-        spec, device = buffer.spec, buffer.device
+    def __init__(self, buffer: SparseBuffer, over: Communicators) -> None:
+        transports, spec, device = over.nodes, buffer.spec, buffer.device
+        if transports is None:
+            raise ValueError(f"{type(self).__name__} needs communicators of nodes: open them with Collective.connect")
         super().__init__(spec, transports.world, device)
         self.transports = transports
         width, inside = len(transports.rails), transports.inside

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_safusion.comm.buffer import Communicators, SparseBuffer
 from lightning_safusion.comm.collectives.multiphase import (
     Entries,
     MultiPhaseExchange,
@@ -20,8 +21,8 @@ from lightning_safusion.comm.collectives.multiphase import (
     summed,
 )
 from lightning_safusion.comm.cost import ring_allreduce_bytes
-from lightning_safusion.comm.exchange import Part, SparseBuffer
-from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.comm.exchange import Part
+from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import resolve_codec
 
@@ -57,7 +58,7 @@ class OkTopkExchange(MultiPhaseExchange):
 
     Args:
         buffer: What is exchanged.
-        transport: Communicator; needs all-to-all.
+        over: Communicators, which need all-to-all.
     """
 
     #: Steps between exact thresholds (tau'); the authors use 32 (VGG, LSTM) and 128 (BERT).
@@ -67,14 +68,14 @@ class OkTopkExchange(MultiPhaseExchange):
     #: Ratio of the longest list to the mean above which lists are balanced; the paper's is 4.
     balance = 4.0
 
-    def __init__(self, buffer: SparseBuffer, transport: Transport) -> None:
-        super().__init__(buffer.spec, transport, buffer.device)
+    def __init__(self, buffer: SparseBuffer, over: Communicators) -> None:
+        super().__init__(buffer.spec, over.main, buffer.device)
         self._wire, self._dtype = buffer.wire, buffer.dtype
         layout, _, _ = buffer.wire.rpartition("-")
         self._sum_wire = f"{layout}-fp32" if layout else "fp32"
         self._step = 0
         self._threshold: float | None = None  # None: to be found in the next step
-        self._edges = _equal_edges(self.spec.numel, transport.world_size)
+        self._edges = _equal_edges(self.spec.numel, self.transport.world_size)
         self._local = Entries.none(self.device)
         self._parts: list[Entries] = []  # of the local entries, by region
         self._first: tuple[Tensor, Work] | None = None

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_safusion.comm.buffer import Communicators, SparseBuffer
 from lightning_safusion.comm.collectives.host_shards import HostRoutes, HostShard
 from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined
 from lightning_safusion.comm.collectives.shards import Formats, Pieces, Receiver, Routes, Shard
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.comm.exchange import Ability, Part, SparseBuffer, StreamOrderedExchange, Verdict, aligned
-from lightning_safusion.comm.transport.interface import FinishedWork, Transport, Work
+from lightning_safusion.comm.exchange import Ability, Part, StreamOrderedExchange, Verdict, aligned
+from lightning_safusion.comm.transport.interface import FinishedWork, Work
 from lightning_safusion.comm.wire.codec import Inbox
 from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.kernels import cpu as native
@@ -43,8 +44,8 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
 
     Args:
         buffer: What is exchanged. Whatever its wire, positions are those of Elias and Fano.
-        transport: Communicator; needs all-to-all.
-        beside: Another communicator of all ranks, for the third phase, which begins when the second has ended.
+        over: Communicators, which need all-to-all; the third phase is on the one beside, and begins when the second has
+            ended.
     """
 
     ability = Ability(few_bits=True, cuts_tensors=True, phases=True)
@@ -52,11 +53,11 @@ class ShardedExchange(StreamOrderedExchange, MultiPhaseExchange):
     #: Entries that owners deliver, for each of the quota.
     gathered = 3.5
 
-    def __init__(self, buffer: SparseBuffer, transport: Transport, beside: Transport) -> None:
+    def __init__(self, buffer: SparseBuffer, over: Communicators) -> None:
         spec, device = buffer.spec, buffer.device
-        super().__init__(spec, transport, device)
-        self._beside = beside
-        workers, rank = transport.world_size, transport.rank
+        super().__init__(spec, over.main, device)
+        self._beside = over.beside
+        workers, rank = over.main.world_size, over.main.rank
         formats = self.formats(buffer, workers)
         #: Pieces with what a worker sends of each, and what their owners deliver.
         self.first, self.second = formats.first, formats.second
