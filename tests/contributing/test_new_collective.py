@@ -45,6 +45,6 @@ def test_it_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     # what it can do is read from its class
     row = COLLECTIVES["reversed"]
     assert row.stream_ordered
-    assert row.conserves
+    assert row.exchange.ability.conserves
     with pytest.raises(ValueError, match="wire='q4' rounds so much"):
         settings(collective="reversed", wire="q4")
