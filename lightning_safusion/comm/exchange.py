@@ -119,7 +119,6 @@ class Verdict:
 
 @lru_cache(maxsize=256)
 def _usual(world_size: int, length: int) -> tuple[bytes, Verdict]:
-    """The headers of almost every step, and their verdict."""
     headers = np.tile(np.array([*[TensorFlag.FRESH] * (length - 1), 0], np.uint8), (world_size, 1))
     return headers.tobytes(), Verdict.of(headers)
 
@@ -211,10 +210,7 @@ class Exchange(ABC):
         self._written: list[Tensor] | None = None
 
     def begin(self, x: Tensor, part: Part) -> None:
-        """Starts the part that needs no selection; :meth:`encode` and :meth:`start` always follow.
-
-        Arguments as in :meth:`encode`, without selection and notices.
-        """
+        """Starts the part that needs no selection; :meth:`encode`, with all of ``part``, and :meth:`start` follow."""
         raise NotImplementedError(f"{type(self).__name__} has nothing that begins before the selection")
 
     @abstractmethod
@@ -330,7 +326,7 @@ class Exchange(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned, on all ranks."""
-        return  # there is nothing
+        return
 
 
 class StreamOrderedExchange(Exchange):

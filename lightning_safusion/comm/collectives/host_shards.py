@@ -9,16 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.multiphase import Entries
+from lightning_safusion.comm.collectives.multiphase import TOP, Entries
 from lightning_safusion.comm.collectives.shards import Pieces, Receiver, Routes, Shard
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
-from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.survey import Foresight, SpanSurvey
 from lightning_safusion.sparsify.selection.units import SpanUnits
 
-_TOP = TopK()
 _BEHIND = np.iinfo(np.int64).max
 
 
@@ -136,7 +134,7 @@ class HostShard(Shard):
         return Entries(*map(torch.from_numpy, left))
 
     def _top(self, compared: Tensor, survey: SpanSurvey) -> Entries:
-        selection = _TOP.select(compared, self._history.segments, 0, survey)
+        selection = TOP.select(compared, self._history.segments, 0, survey)
         places = selection.positions.numpy()
         cuts = places.searchsorted(self._edges_as[places.dtype])
         indices = places + self._apart.repeat(cuts[1:] - cuts[:-1])

@@ -16,7 +16,7 @@ from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.sparsify.base import Selection, span_segments
 from lightning_safusion.sparsify.basic import TopK
 
-_TOP = TopK()
+TOP = TopK()
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Entries:
         """The ``count`` entries of the largest magnitude, the first ones among equals; NaN counts as the largest."""
         if len(self) <= count:
             return self
-        selection = _TOP.select(self.values, span_segments(len(self), count), 0)
+        selection = TOP.select(self.values, span_segments(len(self), count), 0)
         return self[selection.indices[: int(selection.count)]]
 
 

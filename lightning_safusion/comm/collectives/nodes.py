@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.buffer import Communicators, SparseBuffer
-from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined
+from lightning_safusion.comm.collectives.multiphase import TOP, Entries, MultiPhaseExchange, joined
 from lightning_safusion.comm.exchange import Ability, Part, padded, saturated
 from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
-from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.survey import History, Selector
 from lightning_safusion.sparsify.selection.units import SpanUnits
 
@@ -101,7 +100,7 @@ class NodeExchange(MultiPhaseExchange):
         self._x = torch.zeros(sum(self._sizes) if spec.capacity else 0, dtype=inner, device=device)
         pairs = zip(self._x.split(self._sizes), self._numels, strict=True) if spec.capacity else ()
         self._shards = [piece[:numel] for piece, numel in pairs][:width]
-        self._selector = Selector(TopK())
+        self._selector = Selector(TOP)
         self._absent: Sequence[int] = ()
         self._units: SpanUnits | None = None
         self._scattering: tuple[Tensor, Work] | None = None

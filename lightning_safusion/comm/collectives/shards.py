@@ -12,18 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.multiphase import Entries, message_sizes
+from lightning_safusion.comm.collectives.multiphase import TOP, Entries, message_sizes
 from lightning_safusion.comm.exchange import aligned
 from lightning_safusion.comm.wire.codec import Codec, spread
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.sparsify.base import Segments, Selection
-from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
 from lightning_safusion.sparsify.selection.torch_view import compact
 from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
 
-_TOP = TopK()
 # Tensors whose quota has so many entries for each worker are cut into pieces, one for each; others have one owner.
 _LEAST = 4
 # 2^32 over the golden ratio: multiples of it spread evenly, whatever distance tensors of one kind have in a model
@@ -263,7 +261,7 @@ class Shard:
         return self._top(compared, SpanSurvey(compared, self._history))
 
     def _top(self, compared: Tensor, survey: SpanSurvey) -> Entries:
-        selection = _TOP.select(compared, self._history.segments, 0, survey)
+        selection = TOP.select(compared, self._history.segments, 0, survey)
         return self.in_span(Entries.of(selection, self.device).indices, self._held)
 
     def leaving(self, sums: Tensor, delivered: Entries) -> Entries:

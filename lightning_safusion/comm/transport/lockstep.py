@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import count
 from threading import Event, Lock, Thread
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -163,9 +163,9 @@ class Lockstep:
             place = self._place
             mine = replace(place, meetings=place.meetings + 1, kind=kind, where=where, exhausted=exhausted)
             self._place = mine
-        table = self._table()
         with self.explained():
-            wait_watchfully(self._gather(table, mine), self.check, self._polls)
+            table, work = self._gather(mine)
+            wait_watchfully(work, self.check, self._polls)
         places = [_Place(**json.loads(bytes(line))) for line in table.tolist()]
         other = next((each for each in places if each.conflicts(places[0])), None)
         with self._lock:
@@ -174,13 +174,11 @@ class Lockstep:
                 self._raise()
             self._place = replace(mine, kind="", where=f"has left the {kind}", exhausted=False)
 
-    def _table(self) -> Tensor:
-        return torch.empty(self._world_size, _ROW, dtype=torch.uint8, device=self._device)
-
-    def _gather(self, table: Tensor, place: _Place) -> dist.Work:
+    def _gather(self, place: _Place) -> tuple[Tensor, dist.Work]:
         row = torch.tensor(list(_as_row(place)), dtype=torch.uint8, device=self._device)
+        table = row.new_empty(self._world_size, _ROW)
         work: Any = dist.all_gather(list(table), row, group=self.group, async_op=True)
-        return cast(dist.Work, work)
+        return table, work
 
     def check(self) -> None:
         """Raises the OutOfStepError, once all workers have been told, or have had the time for it."""
@@ -294,8 +292,7 @@ class Lockstep:
             self._end()
         elif not waits:
             # an operation that is left alone would keep the others from ending their process groups
-            table = self._table()
-            wait_watchfully(self._gather(table, mine), self.check)
+            wait_watchfully(self._gather(mine)[1], self.check)
             self._told.set()
 
     def _end(self) -> None:
