@@ -22,12 +22,12 @@ from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.sharded_hook import ShardedHook, ShardGroup, shard_groups
 from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.parameters import trained, untrained
-from lightning_safusion.integration.wrapped import TAKEN, DenseRules
+from lightning_safusion.integration.wrapped import TAKEN, DenseRules, Wrapped
 
 _MESSAGE_BYTES = 1 << 28  # as DDP's, of weights
 
 
-class InFSDP:
+class InFSDP(Wrapped):
     """A model that ``fully_shard`` has sharded over one dimension of a mesh; another one has the replicas.
 
     Parameters that are whole on all workers of tensor parallelism have the same gradient on them, and need the same
@@ -45,7 +45,6 @@ class InFSDP:
             itself.
     """
 
-    find_unused = static = False
     dense = "an all-reduce between the replicas"
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, prefix: str = "", narrow: torch.dtype | None = None) -> None:
@@ -85,7 +84,6 @@ class InFSDP:
 
     @property
     def synchronises(self) -> bool:
-        """See :class:`Wrapped`, as all below."""
         return self._syncs
 
     def parameters(self) -> Iterable[Tensor]:
@@ -130,9 +128,6 @@ class InFSDP:
 
     def release(self) -> None:
         _taken.discard(self.module)
-
-    def refuse_join(self) -> None:
-        """Nothing: FSDP2 has none."""
 
     def gather(self, value: object) -> list[Any]:
         values: list[Any] = [value]

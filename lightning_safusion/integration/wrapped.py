@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -22,54 +23,65 @@ DenseRules = tuple[list[str], int, int]
 TAKEN = "the model is attached already: call close() of what attach has returned first"
 
 
-class Wrapped(Protocol):
+class Wrapped(ABC):
     """A model whose gradients are averaged over a group of workers."""
 
     module: nn.Module  #: that is called in a forward pass
     inner: nn.Module  #: with the names of the parameters
     group: dist.ProcessGroup  #: of its replicas
     options: dict[str, str]  #: that must be the same on all of them
-    find_unused: bool
-    static: bool
     dense: str  #: what averages gradients where nothing is exchanged sparse
-    place: tuple[int, int]  #: number of this worker among those that have pieces of a replica, and how many these are
+    find_unused: bool = False
+    static: bool = False
+    #: Number of this worker among those that have pieces of a replica, and how many these are.
+    place: tuple[int, int] = 0, 1
 
     @property
+    @abstractmethod
     def synchronises(self) -> bool:
         """Whether a backward pass exchanges gradients now."""
 
-    def parameters(self) -> Iterable[Tensor]:
-        """What optimizers step."""
-
-    def specs(self, optimizers: Sequence[Optimizer], rules: DenseRules) -> tuple[TensorSpec, ...]:
-        """The gradients that are exchanged, as they arrive."""
-
+    @abstractmethod
     def install(self, exchange: EngineExchange, optimizers: Sequence[Optimizer]) -> None:
         """Hands gradients to an exchange from now on."""
 
+    @abstractmethod
     def leave(self) -> None:
         """Gradients are averaged dense from now on."""
 
+    @abstractmethod
     def release(self) -> None:
         """Somebody else may take the model."""
 
+    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside exchange nothing; the next one outside exchanges the sum."""
 
-    def refuse_join(self) -> None:
+    def parameters(self) -> Iterable[Tensor]:
+        """What optimizers step."""
+        return self.inner.parameters()
+
+    def specs(self, optimizers: Sequence[Optimizer], rules: DenseRules) -> tuple[TensorSpec, ...]:
+        """The gradients that are exchanged, as they arrive."""
+        return specs_from_parameters(trained(self.inner, optimizers), *rules)
+
+    def refuse_join(self) -> None:  # noqa: B027  # FSDP2 has none
         """Raises a RuntimeError if workers may have different numbers of batches."""
 
     def gather(self, value: object) -> list[Any]:
         """What the workers of this replica give. Collective."""
+        return [value]
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         """What this worker has of a tensor, by the parameter's name, as a part of the whole one."""
+        return local
 
     def piece(self, name: str, whole: Tensor) -> Tensor:
         """What this worker has of a tensor: the reverse of :meth:`whole`, of one that is here in full."""
+        return whole
 
 
-class InDDP:
+class InDDP(Wrapped):
     """A model in DistributedDataParallel.
 
     Args:
@@ -86,7 +98,6 @@ class InDDP:
         self.inner: nn.Module = model.module
         self.group: dist.ProcessGroup = model.process_group
         self._ddp = model
-        self.place = 0, 1
         self.find_unused, self.static = bool(model.find_unused_parameters), bool(model.static_graph)
         self.options = {"find_unused_parameters": str(self.find_unused), "static_graph": str(self.static)}
         self._relay = _relay_of(model)
@@ -94,14 +105,7 @@ class InDDP:
 
     @property
     def synchronises(self) -> bool:
-        """See :class:`Wrapped`, as all below."""
         return bool(self._ddp.require_backward_grad_sync)
-
-    def parameters(self) -> Iterable[Tensor]:
-        return self.inner.parameters()
-
-    def specs(self, optimizers: Sequence[Optimizer], rules: DenseRules) -> tuple[TensorSpec, ...]:
-        return specs_from_parameters(trained(self.inner, optimizers), *rules)
 
     def install(self, exchange: EngineExchange, optimizers: Sequence[Optimizer]) -> None:
         exchange.register(self._ddp, self._relay)
@@ -122,15 +126,6 @@ class InDDP:
                 "DistributedDataParallel.join() answers for workers that have ended outside of a backward pass, where "
                 "nothing can be exchanged sparse: give all workers as many batches, or call close() before join()"
             )
-
-    def gather(self, value: object) -> list[Any]:
-        return [value]
-
-    def whole(self, name: str, local: Tensor) -> Tensor:
-        return local
-
-    def piece(self, name: str, whole: Tensor) -> Tensor:
-        return whole
 
 
 def _relay_of(model: DistributedDataParallel) -> Relay:

@@ -11,7 +11,7 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,33 +25,22 @@ from lightning_safusion.fusion.state import common_state, local_state
 from lightning_safusion.integration.checkpoint import parts
 from lightning_safusion.integration.checkpoint.restoring import Read, restore
 from lightning_safusion.integration.checkpoint.saving import header
+from lightning_safusion.integration.wrapped import Wrapped
 
 Residuals = Mapping[str, Mapping[str, Tensor]]  # by field and name of the parameter
 #: Has plans made anew.
 OTHER_SHARDS = {"collective": "between other shards"}
 
 
-class Shards(Protocol):
-    """How the tensors of one replica lie on its workers."""
-
-    place: tuple[int, int]
-
-    def whole(self, name: str, local: Tensor) -> Tensor:
-        """A local tensor as a part of the whole one."""
-
-    def piece(self, name: str, whole: Tensor) -> Tensor:
-        """The local part of a tensor that is here in full."""
-
-
-def distributed_state(engine: Engine, settings: Mapping[str, str], shards: Shards) -> dict[str, Any]:
+def distributed_state(engine: Engine, settings: Mapping[str, str], model: Wrapped) -> dict[str, Any]:
     """What this worker gives to ``torch.distributed.checkpoint.save``. Collective.
 
     Args:
         engine: Between two windows.
         settings: The job's settings as text.
-        shards: Where the tensors of this replica are.
+        model: Where the tensors of this replica are.
     """
-    transport, (number, count) = engine.transport, shards.place
+    transport, (number, count) = engine.transport, model.place
     proposals = transport.gather_objects((uuid.uuid4().hex, engine.space.memory.holds))
     common = header(proposals[0][0], transport.world_size)
     state = local_state(engine)
@@ -66,7 +55,7 @@ def distributed_state(engine: Engine, settings: Mapping[str, str], shards: Shard
         f"entry.{number}of{count}": _packed(entry),
         f"part.{number}of{count}.{transport.rank}": _packed(common | {"rank": transport.rank} | state | {"memory": {}}),
     } | {
-        f"memory.{transport.rank}.{field}.{name}": shards.whole(name, local)
+        f"memory.{transport.rank}.{field}.{name}": model.whole(name, local)
         for field, tensors in memory.items()
         for name, local in tensors.items()
     }
@@ -78,21 +67,21 @@ class DistributedCheckpoint:
     Args:
         checkpoint: Folder, or what reads it.
         key: Of the state in the checkpoint; empty: it is all of it.
-        shards: Where the tensors of this replica are.
+        model: Where the tensors of this replica are.
 
     Attributes:
         entry: Common to all replicas; empty if there is no such state.
     """
 
-    def __init__(self, checkpoint: str | PathLike[str] | StorageReader, key: str, shards: Shards) -> None:
-        self._name, self._shards = f"{checkpoint}", shards
+    def __init__(self, checkpoint: str | PathLike[str] | StorageReader, key: str, model: Wrapped) -> None:
+        self._name, self._model = f"{checkpoint}", model
         self._reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
         self._prefix = f"{key}." if key else ""
         metadata = self._reader.read_metadata().state_dict_metadata
         self._found = {
             name.removeprefix(self._prefix): each for name, each in metadata.items() if name.startswith(self._prefix)
         }
-        self._place = "{}of{}".format(*shards.place)
+        self._place = "{}of{}".format(*model.place)
         entries = [name for name in self._found if name.startswith("entry.")]
         self._same = f"entry.{self._place}" in entries
         self.entry: dict[str, Any] = {}
@@ -153,7 +142,7 @@ class DistributedCheckpoint:
             field, name = key.split(".", 3)[2:]
             pieces.setdefault(field, {})[name] = torch.empty(0, dtype=torch.float32)
             if (local := own.get(field, {}).get(name)) is not None:
-                whole = self._shards.whole(name, torch.zeros_like(local, device="cpu"))
+                whole = self._model.whole(name, torch.zeros_like(local, device="cpu"))
                 if isinstance(found, TensorStorageMetadata) and whole.shape == found.size:
                     wanted[key] = whole
         for key, tensor in self._load(wanted).items():
@@ -162,23 +151,23 @@ class DistributedCheckpoint:
         return pieces
 
 
-def gathered(memory: Residuals, shards: Shards) -> dict[str, dict[str, Tensor]]:
+def gathered(memory: Residuals, model: Wrapped) -> dict[str, dict[str, Tensor]]:
     """The residuals of one replica in full, on all of its workers, which call it alike."""
     full: dict[str, dict[str, Tensor]] = {field: {} for field in memory}
     for field in sorted(memory):
         for name in sorted(memory[field]):
-            tensor: Any = shards.whole(name, memory[field][name])
+            tensor: Any = model.whole(name, memory[field][name])
             full[field][name] = tensor.full_tensor().cpu() if hasattr(tensor, "full_tensor") else tensor
     return full
 
 
-def scattered(read: Read, shards: Shards) -> Read:
+def scattered(read: Read, model: Wrapped) -> Read:
     """Reads parts with residuals in full, and takes this worker's pieces of them."""
 
     def pieces(rank: int) -> dict[str, Any]:
         part = read(rank)
         memory = {
-            field: {name: shards.piece(name, each) for name, each in tensors.items()}
+            field: {name: model.piece(name, each) for name, each in tensors.items()}
             for field, tensors in part["memory"].items()
         }
         return part | {"memory": memory}
