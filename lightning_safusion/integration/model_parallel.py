@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -29,7 +31,7 @@ from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Clock, Observer, clock_for
 from lightning_safusion.integration.attach import NARROW, Parts, checked_parts
 from lightning_safusion.integration.attached import Attached
-from lightning_safusion.integration.checkpoint.folders import begin_folder, load_residuals, save_residuals
+from lightning_safusion.integration.checkpoint.distributed import load_residuals, save_residuals
 from lightning_safusion.integration.checkpoint.parts import ENTRY
 from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.integration.parameters import members, params_of
@@ -177,7 +179,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             resharded(trainer.lightning_module)  # optimizers are made next
         super().setup(trainer)
         if self.device_mesh["tensor_parallel"].size() > 1:
-            from lightning_safusion.integration.meshes import clip_by_norm
+            from lightning_safusion.integration.sharded import clip_by_norm
 
             # torch's refuses gradients on meshes of one and of two dimensions
             setattr(self.precision_plugin, "clip_grad_by_norm", clip_by_norm)  # noqa: B010 (it is a method)
@@ -185,8 +187,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             self._attach(trainer.lightning_module)
 
     def _attach(self, module: nn.Module) -> None:
-        from lightning_safusion.integration.meshes import begin_alike_over
-        from lightning_safusion.integration.sharded import InFSDP, sharded_roots
+        from lightning_safusion.integration.sharded import InFSDP, begin_alike_over, sharded_roots
 
         for each in self.attached:  # of an earlier fit, which could be saved until now
             each.close()
@@ -303,7 +304,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if self.global_rank == 0:  # before the others come to the broadcast
-            begin_folder(Path(filepath))
+            _begin_folder(Path(filepath))
         path = Path(self.broadcast(filepath))
         save_residuals(path, attached)
         checkpoint[ENTRY] = len(attached)
@@ -365,6 +366,14 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
     @property
     def _plain_ddp(self) -> str | None:
         return None if self._first is None else self._first.plain_ddp
+
+
+def _begin_folder(path: Path) -> None:
+    """Makes room for a checkpoint, and of an earlier one there something that nobody takes for one."""
+    if path.is_file():
+        path.unlink()
+    (path / _METADATA_FILENAME).unlink(missing_ok=True)
+    shutil.rmtree(path / ENTRY, ignore_errors=True)
 
 
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:

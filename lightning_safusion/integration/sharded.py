@@ -1,4 +1,7 @@
-"""Models that FSDP2 shards inside of nodes, and whose gradients are exchanged between them."""
+"""Models that FSDP2 shards inside of nodes, and whose gradients are exchanged between them.
+
+Their tensors lie on several meshes: how they begin, and how their gradients are clipped.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from lightning_safusion.announce import announce
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.sharded_hook import ShardedHook, ShardGroup, shard_groups
 from lightning_safusion.integration.engine_exchange import EngineExchange
-from lightning_safusion.integration.parameters import trained, untrained
+from lightning_safusion.integration.parameters import params_of, trained, untrained
 from lightning_safusion.integration.wrapped import TAKEN, DenseRules, Wrapped
 
 _MESSAGE_BYTES = 1 << 28  # as DDP's, of weights
@@ -205,6 +208,42 @@ def begin_alike(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     if held := [each.detach() for each in local if each.numel() and not each.is_meta]:
         dist._broadcast_coalesced(group, held, _MESSAGE_BYTES, 0)
+
+
+def begin_alike_over(mesh: DeviceMesh, module: nn.Module) -> None:
+    """Workers that have the same part of a tensor begin with what the first of them has, as with DDP. Collective."""
+    tensors: dict[str, list[Tensor]] = {dimension: [] for dimension in reversed(mesh.mesh_dim_names or ())}
+    for tensor in (*module.parameters(), *module.buffers()):
+        parts = _parts(tensor)
+        for dimension, held in tensors.items():
+            if dimension not in parts:
+                held.append(tensor)
+    for dimension, held in tensors.items():
+        if mesh[dimension].size() > 1:
+            begin_alike(held, mesh[dimension].get_group())
+
+
+def _parts(tensor: Tensor) -> set[str]:
+    """Dimensions of the mesh over which a tensor is split."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return {name for name, each in zip(names, tensor.placements, strict=False) if not each.is_replicate()}
+
+
+def clip_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+    """Clips gradients that lie on several meshes by their common norm."""
+    meshes: dict[Any, list[Tensor]] = {}
+    for param in params_of(optimizer):
+        if param.grad is not None:
+            meshes.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    norms = []
+    for params in meshes.values():
+        norm: Any = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if norms:
+        for params in meshes.values():
+            nn.utils.clip_grads_with_norm_(params, clip_val, torch.stack(norms).norm())
 
 
 def set_hooks(model: nn.Module, reduce: Callable[[int, Tensor], None]) -> list[ShardGroup]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import io
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,12 +21,17 @@ from torch.distributed.checkpoint import FileSystemReader, StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_safusion.announce import rank_zero_warn
+from lightning_safusion.comm.transport.interface import during
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.state import common_state, local_state
 from lightning_safusion.integration.checkpoint import parts
 from lightning_safusion.integration.checkpoint.restoring import Read, restore
 from lightning_safusion.integration.checkpoint.saving import header
 from lightning_safusion.integration.wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from lightning_safusion.integration.attached_state import AttachedState
 
 Residuals = Mapping[str, Mapping[str, Tensor]]  # by field and name of the parameter
 #: Has plans made anew.
@@ -179,3 +185,51 @@ def _packed(values: Mapping[str, Any]) -> bytes:
     payload = io.BytesIO()
     torch.save(dict(values), payload)
     return payload.getvalue()
+
+
+# Folders of Lightning's ModelParallelStrategy
+
+
+def save_residuals(path: Path, attached: Sequence[AttachedState]) -> None:
+    """Writes the residuals of all sharded models into a folder of a checkpoint. Collective."""
+    if attached:
+        with during(f"the save of {path / parts.ENTRY}"):
+            states = {f"{number}": each.distributed_state_dict() for number, each in enumerate(attached)}
+            dcp.save(states, checkpoint_id=path / parts.ENTRY)
+
+
+def load_residuals(
+    saved: Any, path: Path, attached: Sequence[AttachedState], broadcast: Callable[[bool], bool]
+) -> None:
+    """Restores what a checkpoint has of the residuals. Collective.
+
+    Args:
+        saved: Its entry: number of the models whose residuals lie in its folder, or the states of one or several.
+        path: Of the checkpoint.
+        attached: What is below each sharded model.
+        broadcast: Tells all workers what the first one knows.
+    """
+    if not isinstance(saved, int):
+        states = [saved] if isinstance(saved, dict) else saved
+        _compare(len(states), attached, path)
+        for each, state in zip(attached, states, strict=False):
+            each.load_state_dict(state, path)
+        return
+    folder = path / parts.ENTRY
+    if saved and not broadcast((folder / ".metadata").is_file()):
+        rank_zero_warn(
+            f"SAFusion resumes with differences: {folder} is not there, or was not written to its end, so that "
+            "every worker begins with empty residuals: what the workers had accumulated and not sent yet is lost."
+        )
+        return
+    _compare(saved, attached, path)
+    for number, each in enumerate(attached[:saved]):
+        each.load_distributed(folder, f"{number}")
+
+
+def _compare(saved: int, attached: Sequence[AttachedState], path: Path) -> None:
+    if saved and saved != len(attached):
+        rank_zero_warn(
+            f"SAFusion: {path} has residuals of {saved} sharded models, this one has {len(attached)}: they are "
+            "taken in their order."
+        )
