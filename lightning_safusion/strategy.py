@@ -33,7 +33,7 @@ from lightning_safusion.comm.transport.torch_backend import (
     hurry_at_exit,
 )
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.events import Clock, Observer
+from lightning_safusion.fusion.events import Observer
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.settings import Integrity
@@ -282,8 +282,7 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._fit.follow(batch_idx)
         self._fit.inputs.begin(batch)
-        if (line := self._history.begin_batch(self.engine)) is not None:
-            announce(line)
+        self._history.begin_batch(self.engine)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -365,6 +364,7 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
             self._history.ended = self.figures()
         self._fit.close()
         self._fit = Fit(self)
+        vars(self).pop("clock", None)  # the next fit may be on another device
         self._checkpoints.resumed = None
         super().teardown()  # waits for asynchronous writing
         self._checkpoints.finished(self.global_rank)
@@ -497,11 +497,6 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
         """
         module = self.lightning_module
         return self._fit.inputs.idle and module is not None and module.trainer.training
-
-    @property
-    def clock(self) -> Clock:
-        """A clock of this rank's device; its seconds are those of observed events."""
-        return self._fit.clock
 
     @property
     def _plain_ddp(self) -> str | None:

@@ -99,7 +99,6 @@ class Attached(AttachedState):
         self.history = FitHistory()
         self.cautions: tuple[str, ...] = ()
         self._learned: Mapping[str, Any] | None = None
-        self._costs_followed = 0  # number of windows at the last look at the costs
         self._found: list[Optimizer] = []  # that have stepped before they were known
         self._seen: WeakSet[Optimizer] = WeakSet()  # that are bound, or have stepped
         self._handles: list[RemovableHandle] = [
@@ -230,26 +229,17 @@ class Attached(AttachedState):
         if self._found and model.training:
             found, self._found = self._found, []
             self.bind(found)
-        if (engine := self.engine) is None or (model.training and self._steps_aside(engine)):
+        if (engine := self.engine) is None:
+            return
+        if model.training and (reason := self.history.why_aside(engine)) is not None:
+            announce(f"{self._model.dense} is used, because {reason}")
+            self._decided = reason
+            self._leave(reason)
             return
         self._model.refuse_join()
         self._exchange.begin_batch()
         self._exchange.begin_backward(self.epoch)
-        if (line := self.history.begin_batch(engine)) is not None:
-            announce(line)
-
-    def _steps_aside(self, engine: Engine) -> bool:
-        """Whether plain DDP takes the engine's place, since every buffer is dense and stays so."""
-        # once after each window: never among the batches of an accumulation, whose gradients are in DDP's buckets
-        if engine.windows == self._costs_followed:
-            return False
-        self._costs_followed = engine.windows
-        if not engine.step_aside():
-            return False
-        self._decided = reason = self.history.why_aside()
-        announce(f"{self._model.dense} is used, because {reason}")
-        self._leave(reason)
-        return True
+        self.history.begin_batch(engine)
 
     def _check(self, *_: Any) -> None:
         self._exchange.end_backward(synchronised=self._model.synchronises)

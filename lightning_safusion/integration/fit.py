@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
-from operator import is_
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -21,7 +20,6 @@ from lightning_safusion.comm.transport.interface import Transport, WorkerLostErr
 from lightning_safusion.comm.transport.lockstep import Lockstep, OutOfStepError
 from lightning_safusion.fusion.build import check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.events import Clock, clock_for
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.state import carried, restore_carried
 from lightning_safusion.integration.engine_exchange import EngineExchange
@@ -34,6 +32,7 @@ from lightning_safusion.integration.parameters import (
     describe_untrained,
     members,
     replaced_parameters,
+    same,
     trainable,
     untrained,
 )
@@ -73,17 +72,11 @@ class Fit:
         self._untrained: list[str] = []  # those that no optimizer has
         self._bound: list[object] = []  # members of the optimizers that the exchange is bound to
         self._begins = True  # no batch was trained on
-        self._costs_followed = 0  # number of windows at the last look at the costs
 
     @property
     def engine(self) -> Engine | None:
         """The one that exchanges the gradients, if one does."""
         return self.exchange.engine
-
-    @cached_property
-    def clock(self) -> Clock:
-        """Of the device; the next fit may be on another one."""
-        return clock_for(self._strategy.root_device)
 
     @property
     def interrupted(self) -> bool:
@@ -240,8 +233,7 @@ class Fit:
 
     def _follow_optimizers(self) -> None:
         strategy = self._strategy
-        now, known = members(strategy.optimizers), self._bound
-        if self.ddp is None or (len(now) == len(known) and all(map(is_, now, known))):
+        if self.ddp is None or same(members(strategy.optimizers), self._bound):
             return
         left = [name for name, _ in untrained(self.ddp.module, strategy.optimizers)]
         other = suited(strategy.settings, strategy.optimizers)
@@ -255,19 +247,12 @@ class Fit:
             self.bind()
 
     def _follow_costs(self) -> None:
-        """Changes to plain DDP once every buffer is dense and stays so: the hook would only cost time."""
-        engine = self.engine
-        # once after each window: never among the micro-batches of an accumulation, whose gradients are in DDP's buckets
-        if engine is None or self._strategy._over_horovod or engine.windows == self._costs_followed:
+        if self.engine is None or self._strategy._over_horovod:
             return
-        self._costs_followed = engine.windows
-        with during(f"the change to plain DDP after step {engine.windows}"):
-            if not engine.step_aside():
-                return
-        if self._signals is not None:
-            self._signals.ask()
-        del engine  # or its buffers would stay as long as the model is wrapped
-        self.go_plain(self._strategy._history.why_aside())
+        if (reason := self._strategy._history.why_aside(self.engine)) is not None:
+            if self._signals is not None:
+                self._signals.ask()
+            self.go_plain(reason)
 
     def go_plain(self, reason: str) -> None:
         """Changes to plain DDP, for a reason that follows a "because"; no residual remains."""

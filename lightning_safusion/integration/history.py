@@ -7,8 +7,10 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from lightning_safusion.announce import announce
+from lightning_safusion.comm.transport.interface import during
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.record import nothing_exchanged
+from lightning_safusion.fusion.record import WindowRecord, nothing_exchanged
 from lightning_safusion.fusion.replan import Decision
 
 _STEPS = 15  # that the running median spans
@@ -34,6 +36,7 @@ class FitHistory:
         self._step_s: float | None = None  # median of the latest steps
         self._ddp_step_s: float | None = None  # the same step under DDP, as predicted at the latest review
         self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._asked = 0  # windows when the engine was asked whether it steps aside
         self._began: tuple[int, float] | None = None  # windows so far, and when the latest step began
 
     def keep(self, engine: Engine) -> None:
@@ -42,13 +45,13 @@ class FitHistory:
         self._windows, self._replans = engine.windows, self._replans + engine.planner.replans
         self._engine_step = self._engine_step if engine.record is None else engine.record.step
 
-    def begin_batch(self, engine: Engine | None) -> str | None:
-        """A batch begins; returns a line for the user after the first review. Plain DDP changes nothing any more."""
+    def begin_batch(self, engine: Engine | None) -> None:
+        """A batch begins; the user is told after the first review. Plain DDP changes nothing any more."""
         if engine is None:
-            return None
+            return
         now, windows = perf_counter(), engine.windows
         if self._began is not None and windows == self._began[0]:
-            return None  # among the batches of an accumulation
+            return  # among the batches of an accumulation
         # windows at first, before there is a plan, say nothing of those that follow
         planned = engine.record is not None and engine.record.planned
         if self._began is not None and windows == self._began[0] + 1 and planned:
@@ -56,14 +59,22 @@ class FitHistory:
         self._began = windows, now
         review = engine.planner.latest
         if review is None or not self._steps:
-            return None
+            return
         first = self._step_s is None
         self._step_s = median(self._steps)
         self._ddp_step_s = max(0.0, self._step_s - review.seconds) + review.plain_ddp
-        return _outlook(engine, self._step_s, self._ddp_step_s) if first else None
+        if first and engine.record is not None:
+            announce(_outlook(engine, engine.record, self._step_s, self._ddp_step_s))
 
-    def why_aside(self) -> str:
-        """Why plain DDP has taken the place of an engine whose buffers are all dense, to follow a "because"."""
+    def why_aside(self, engine: Engine) -> str | None:
+        """Why plain DDP takes the engine's place, to follow a "because"; None unless all is dense and stays so."""
+        # once after each window: never among the batches of an accumulation, whose gradients are in DDP's buckets
+        if engine.windows == self._asked:
+            return None
+        self._asked = engine.windows
+        with during(f"the change to plain DDP after step {engine.windows}"):
+            if not engine.step_aside():
+                return None
         steps = ""
         if self._step_s is not None and self._ddp_step_s is not None:
             steps = f": a step of {self._ddp_step_s * 1e3:.3g} ms, {self._step_s * 1e3:.3g} ms until now"
@@ -91,10 +102,7 @@ def _slow_worker(engine: Engine | None) -> dict[str, Any]:
     return {"slow_rank": slow.rank, "waiting_s": slow.waiting_s, "slow_since": slow.since}
 
 
-def _outlook(engine: Engine, step_s: float, ddp_step_s: float) -> str | None:
-    record = engine.record
-    if record is None:
-        return None
+def _outlook(engine: Engine, record: WindowRecord, step_s: float, ddp_step_s: float) -> str:
     lasting = engine.density.lasting()
     later = ", fewer later" if lasting is not None and lasting < engine.space.quotas.density else ""
     share = record.bytes_sent / max(1, 4 * record.layout.numel)

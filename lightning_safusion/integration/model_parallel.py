@@ -6,8 +6,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import cached_property
-from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,13 +26,13 @@ from lightning_safusion.announce import MisconfigurationException
 from lightning_safusion.comm.transport.rounds import apart
 from lightning_safusion.comm.transport.torch_backend import end_groups_at_exit, hurry_at_exit
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.events import Clock, Observer, clock_for
+from lightning_safusion.fusion.events import Observer
 from lightning_safusion.integration.attach import NARROW, Parts, checked_parts
 from lightning_safusion.integration.attached import Attached
 from lightning_safusion.integration.checkpoint.distributed import load_residuals, save_residuals
 from lightning_safusion.integration.checkpoint.parts import ENTRY
 from lightning_safusion.integration.history import FitHistory
-from lightning_safusion.integration.parameters import members, params_of
+from lightning_safusion.integration.parameters import members, params_of, same
 from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.sparsify.schedule import DensitySchedule
 from lightning_safusion.systems import DEFAULT
@@ -242,10 +240,10 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        same = _same(members(self.optimizers), self._members)
-        if same and batch_idx == 0:  # parameters are frozen and unfrozen between epochs
-            same = _same(self._find_trainable(), self._trainable)
-        if not same and self.attached and self.lightning_module is not None:
+        known = same(members(self.optimizers), self._members)
+        if known and batch_idx == 0:  # parameters are frozen and unfrozen between epochs
+            known = same(self._find_trainable(), self._trainable)
+        if not known and self.attached and self.lightning_module is not None:
             self._bind(self.lightning_module)
 
     @override
@@ -358,11 +356,6 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         """That of the first sharded model that has one, on this rank; None where nothing is exchanged sparse."""
         return None if self._first is None else self._first.engine
 
-    @cached_property
-    def clock(self) -> Clock:
-        """A clock of this rank's device; its seconds are those of observed events."""
-        return clock_for(self.root_device)
-
     @property
     def _plain_ddp(self) -> str | None:
         return None if self._first is None else self._first.plain_ddp
@@ -374,7 +367,3 @@ def _begin_folder(path: Path) -> None:
         path.unlink()
     (path / _METADATA_FILENAME).unlink(missing_ok=True)
     shutil.rmtree(path / ENTRY, ignore_errors=True)
-
-
-def _same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))

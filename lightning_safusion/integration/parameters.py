@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,6 +119,11 @@ def members(optimizers: Sequence[Optimizer]) -> list[object]:
         for group in optimizer.param_groups:
             found += [None, *group["params"]]
     return found
+
+
+def same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether these are the same objects, in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def optimizer_options(optimizers: Sequence[Optimizer]) -> dict[str, str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.events import Clock, Observer
+from lightning_safusion.fusion.events import Clock, Observer, clock_for
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.record import WindowRecord
@@ -32,6 +34,7 @@ class EngineReadings(ABC):
     settings: EngineSettings
     cautions: tuple[str, ...]
     log_figures: bool
+    root_device: torch.device
     _history: FitHistory
     _observers: list[Observer]  # of every engine
 
@@ -40,10 +43,10 @@ class EngineReadings(ABC):
     def engine(self) -> Engine | None:
         """The engine of this fit on this rank; None with plain DDP."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def clock(self) -> Clock:
         """A clock of this rank's device; its seconds are those of observed events."""
+        return clock_for(self.root_device)
 
     @abstractmethod
     def learned(self) -> Any:
