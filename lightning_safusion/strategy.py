@@ -38,13 +38,14 @@ from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.settings import Integrity
 from lightning_safusion.fusion.state import common_state, restore_common
+from lightning_safusion.integration.attach import PARTS
 from lightning_safusion.integration.checkpoint.checkpoints import Checkpoints
 from lightning_safusion.integration.fit import Fit
 from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.integration.horovod import check_horovod, configure_horovod
 from lightning_safusion.integration.inputs import UnevenInputs, Weighting, check_inputs, uncounted
 from lightning_safusion.integration.meeting import all_present
-from lightning_safusion.integration.options import refuse_accelerator, refuse_options
+from lightning_safusion.integration.options import refuse_accelerator, refuse_options, register_launchers
 from lightning_safusion.integration.parameters import trained
 from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.lookup import QuotaRule, Scope, SelectBy, check_name
@@ -156,25 +157,11 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
         log_figures: bool = True,
         **kwargs: Any,
     ) -> None:
+        given = locals()
         refuse_accelerator(compressor)
         refuse_options(kwargs, list(inspect.signature(SAFusionStrategy).parameters))
         check_name("transport", transport, ("torch", "horovod"))
-        parts: dict[str, Any] = {
-            "compressor": compressor,
-            "fusion": fusion,
-            "scope": scope,
-            "quota": quota,
-            "dense": dense,
-            "dense_below": dense_below,
-            "dense_below_ndim": dense_below_ndim,
-            "memory": memory,
-            "collective": collective,
-            "wire": wire,
-            "offload": offload,
-            "select_by": select_by,
-            "integrity": integrity,
-        }
-        job = job_parts(system, density, parts, transport)
+        job = job_parts(system, density, {name: given[name] for name in PARTS}, transport)
         check_inputs(uneven_inputs, weighting, system)
         if transport == "horovod":
             configure_horovod(kwargs)
@@ -197,14 +184,7 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers the names that ``Trainer(strategy=...)`` takes, as DDPStrategy does for ``ddp``."""
-        for launcher, start in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
-            for unused in (None, False, True):
-                suffix = "" if unused is None else f"_find_unused_parameters_{unused}".lower()
-                options: dict[str, Any] = {} if unused is None else {"find_unused_parameters": unused}
-                name = f"safusion{launcher}{suffix}"
-                if name not in strategy_registry:
-                    description = f"SAFusionStrategy with start_method {start!r}"
-                    strategy_registry.register(name, cls, description, start_method=start, **options)
+        register_launchers(strategy_registry, cls, (None, False, True))
 
     # Setting up
 
@@ -410,10 +390,8 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
             )
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        # Lightning before 2.6 does not know weights_only
-        options = {} if weights_only is None else {"weights_only": weights_only}
-        checkpoint = super().load_checkpoint(checkpoint_path, **options)
+    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._checkpoints.loaded(checkpoint, checkpoint_path)
         return checkpoint
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.fabric.strategies import DDPStrategy
@@ -18,7 +18,7 @@ from lightning_safusion.fusion.hook import OWN_BUCKETS_MB
 from lightning_safusion.integration.attach import PARTS, attach, checked_parts
 from lightning_safusion.integration.attached import Attached
 from lightning_safusion.integration.checkpoint.parts import ENTRY
-from lightning_safusion.integration.options import refuse_options
+from lightning_safusion.integration.options import refuse_options, register_launchers
 from lightning_safusion.sparsify.schedule import DensitySchedule
 from lightning_safusion.systems import DEFAULT
 
@@ -60,11 +60,7 @@ class SAFusionFabricStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers the names that ``Fabric(strategy=...)`` takes, as DDPStrategy does for ``ddp``."""
-        for launcher, start in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
-            for suffix, options in {"": {}, "_find_unused_parameters_true": {"find_unused_parameters": True}}.items():
-                if (name := f"safusion{launcher}{suffix}") not in strategy_registry:
-                    description = f"SAFusionFabricStrategy with start_method {start!r}"
-                    strategy_registry.register(name, cls, description, start_method=start, **options)
+        register_launchers(strategy_registry, cls, (None, True))
 
     @override
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
@@ -85,24 +81,14 @@ class SAFusionFabricStrategy(DDPStrategy):
         return given
 
     @override
-    def save_checkpoint(
-        self,
-        path: _PATH,
-        state: dict[str, Any],
-        storage_options: Any | None = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
+    def save_checkpoint(self, path: _PATH, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if any(isinstance(each, Optimizer) for each in state.values()):  # others are of weights alone
             state = {**state, ENTRY: [each.state_dict() for each in self.attached]}
-        super().save_checkpoint(path, state, storage_options, filter)
+        super().save_checkpoint(path, state, *args, **kwargs)
 
     @override
-    def load_checkpoint(
-        self, path: _PATH, state: Any = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        # Lightning before 2.6 does not know weights_only
-        options = {} if weights_only is None else {"weights_only": weights_only}
-        rest = super().load_checkpoint(path, state, strict, **options)
+    def load_checkpoint(self, path: _PATH, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
         saved: Sequence[Any] = rest.pop(ENTRY, ()) if state else ()
         if saved and len(saved) != len(self.attached):
             rank_zero_warn(

@@ -310,10 +310,8 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
         super().save_checkpoint(checkpoint, path, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        # Lightning before 2.6 does not know weights_only
-        options = {} if weights_only is None else {"weights_only": weights_only}
-        checkpoint = super().load_checkpoint(checkpoint_path, **options)
+    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:  # others need the weights alone
             load_residuals(

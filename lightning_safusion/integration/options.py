@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
+from itertools import product
 from typing import Any
 
 import torch
+from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -64,6 +66,17 @@ def refuse_options(options: dict[str, Any], own: list[str], strategy: type = DDP
         if name not in known | REFUSED_OPTIONS.keys():
             hint = suggestion(name, [*own, *known])
             raise TypeError(f"SAFusionStrategy has no argument {name!r}, nor has DistributedDataParallel.{hint}")
+
+
+def register_launchers(registry: _StrategyRegistry, strategy: type, unused: Sequence[bool | None]) -> None:
+    """Registers the names of a strategy: one for each launcher and value of ``find_unused_parameters``."""
+    launchers = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+    for (launcher, start), finds in product(launchers.items(), unused):
+        suffix = "" if finds is None else f"_find_unused_parameters_{finds}".lower()
+        options: dict[str, Any] = {} if finds is None else {"find_unused_parameters": finds}
+        if (name := f"safusion{launcher}{suffix}") not in registry:
+            description = f"{strategy.__name__} with start_method {start!r}"
+            registry.register(name, strategy, description, start_method=start, **options)
 
 
 def refuse_accelerator(compressor: object) -> None:
