@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
@@ -268,22 +268,16 @@ def _generators() -> tuple[object, ...]:
 def values_of(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
     """float32 [size] of a kind of :data:`KINDS`."""
     x = rng.standard_normal(size).astype(np.float32)
-    if kind == "bfloat16":
-        return torch.from_numpy(x).bfloat16().float().numpy()
-    if kind == "ties":
-        return np.round(2 * x)
-    if kind == "zeros":
-        return x * 0  # of both signs
-    if kind == "few non-zeros":
-        return np.where(rng.random(size) < 0.005, x, -0.0).astype(np.float32)
-    if kind == "constant":
-        return np.full(size, -0.5, np.float32)
-    if kind == "denormals":
-        return (np.arange(size) % 50 * 1e-44).astype(np.float32)
-    if kind == "rising":
-        return np.arange(size, dtype=np.float32)
-    if kind == "heavy tail":
-        return -(np.abs(x) ** 5)
-    if kind in ("NaN", "infinities"):
-        return np.where(rng.random(size) < 0.02, np.float32(np.nan if kind == "NaN" else -np.inf), x)
-    return x
+    makers: Mapping[str, Callable[[], np.ndarray]] = {
+        "bfloat16": lambda: torch.from_numpy(x).bfloat16().float().numpy(),
+        "ties": lambda: np.round(2 * x),
+        "zeros": lambda: x * 0,  # of both signs
+        "few non-zeros": lambda: np.where(rng.random(size) < 0.005, x, -0.0).astype(np.float32),
+        "constant": lambda: np.full(size, -0.5, np.float32),
+        "denormals": lambda: (np.arange(size) % 50 * 1e-44).astype(np.float32),
+        "rising": lambda: np.arange(size, dtype=np.float32),
+        "heavy tail": lambda: -(np.abs(x) ** 5),
+        "NaN": lambda: np.where(rng.random(size) < 0.02, np.float32(np.nan), x),
+        "infinities": lambda: np.where(rng.random(size) < 0.02, np.float32(-np.inf), x),
+    }
+    return makers[kind]() if kind in makers else x

@@ -68,13 +68,6 @@ class _BeforeForward:
 class Attached(AttachedState):
     """The engine below one wrapped model; made by :func:`attach`.
 
-    Args:
-        model: Whose gradients are exchanged.
-        job: What the engine is made of; a system that works without one has the gradients averaged.
-        scaler: Of the loss.
-        timeout: Of communicators.
-        observers: Get the events of every window.
-
     Attributes:
         history: What was exchanged so far.
         cautions: What is known to cost accuracy, in sentences.

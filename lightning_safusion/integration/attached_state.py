@@ -31,12 +31,7 @@ _WHERE = "the state of lightning_safusion"
 
 
 class AttachedState(ABC):
-    """Saves and restores an engine below a wrapped model.
-
-    Args:
-        model: Whose gradients are exchanged.
-        settings: Of the engine, as they suit the optimizers.
-    """
+    """Saves and restores an engine below a wrapped model."""
 
     _transport: Transport | None = None
 

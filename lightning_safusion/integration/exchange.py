@@ -51,14 +51,8 @@ def choose(
 ) -> Choice:
     """Decides whether the engine exchanges the gradients, the same on all ranks.
 
-    Args:
-        settings: Of the engine.
-        specs: The dense gradients.
-        optimizers: Of the trainer.
-        world_size: Number of workers.
-        by_horovod: Horovod carries the gradients.
-        engine_needed: Dense gradients go through the engine as well: a checkpoint has a residual.
-        decided: Why plain DDP takes the place of the engine that has been used so far.
+    The engine is needed for dense gradients as well where a checkpoint has a residual. What was ``decided`` before says
+    why plain DDP takes the engine's place.
 
     Raises:
         MisconfigurationException: If optimizers need plain DDP, and Horovod carries the gradients.
@@ -102,9 +96,7 @@ class GradientExchange:
     def bind(self, optimizers: Sequence[Optimizer], loss_scale: Callable[[], Tensor | None] | None = None) -> None:
         """Ties the exchange to what exists only after the model was wrapped.
 
-        Args:
-            optimizers: Of the trainer.
-            loss_scale: Factor of the loss on the device; None without a loss scaler.
+        ``loss_scale`` gives the factor of the loss on the device; there is none without a loss scaler.
 
         Raises:
             MisconfigurationException: If the exchange does not go with an optimizer.
@@ -121,10 +113,7 @@ class GradientExchange:
         """A backward pass is about to begin."""
 
     def end_backward(self, synchronised: bool) -> None:
-        """A backward pass has ended.
-
-        Args:
-            synchronised: It was to exchange gradients (not one inside ``no_sync``).
+        """A backward pass has ended; ``synchronised``: not one inside of ``no_sync``.
 
         Raises:
             RuntimeError: If gradients were left unsynchronised, with the names of the parameters.
@@ -133,13 +122,9 @@ class GradientExchange:
     def step(
         self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any], compiled: bool
     ) -> Any:
-        """Makes a step of an optimizer.
+        """Makes a step of an optimizer, with a closure in the place of the given one.
 
-        Args:
-            optimizer: Is about to step.
-            closure: With automatic optimization the forward and backward pass.
-            step: Makes the step with a closure in the place of the given one.
-            compiled: The wrapped model has been compiled.
+        With automatic optimization the closure is the forward and backward pass, of a model that may be ``compiled``.
         """
         return step(closure)
 

@@ -172,9 +172,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
-            from lightning_safusion.fusion.sharded_hook import resharded  # FSDP2 came with torch 2.6
-
-            resharded(trainer.lightning_module)  # optimizers are made next
+            _reshard(trainer.lightning_module)  # optimizers are made next
         super().setup(trainer)
         if self.device_mesh["tensor_parallel"].size() > 1:
             from lightning_safusion.integration.sharded import clip_by_norm
@@ -206,9 +204,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
 
     def _bind(self, module: nn.Module) -> None:
         """Exchanges what is trained now, by the optimizers that there are now. Collective."""
-        from lightning_safusion.fusion.sharded_hook import resharded
-
-        resharded(module)
+        _reshard(module)
         inside = [[*each.module.parameters()] for each in self.attached]
         self._refuse_unsharded(module, [param for params in inside for param in params])
         for each, params in zip(self.attached, inside, strict=True):
@@ -250,9 +246,7 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
     def on_validation_end(self) -> None:
         super().on_validation_end()
         if self.attached and self.lightning_module is not None:
-            from lightning_safusion.fusion.sharded_hook import resharded
-
-            resharded(self.lightning_module)  # callbacks that freeze, and give optimizers more parameters, come next
+            _reshard(self.lightning_module)  # callbacks that freeze, and give optimizers more parameters, come next
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -357,6 +351,12 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
     @property
     def _plain_ddp(self) -> str | None:
         return None if self._first is None else self._first.plain_ddp
+
+
+def _reshard(module: nn.Module) -> None:
+    from lightning_safusion.fusion.sharded_hook import resharded  # FSDP2 came with torch 2.6
+
+    resharded(module)
 
 
 def _begin_folder(path: Path) -> None:

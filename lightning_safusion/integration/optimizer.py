@@ -77,12 +77,8 @@ def carried_momentum(
     all optimizers are of these. It then lasts twice as long as an element waits on average, by update four times as
     long, at most 100 steps, if that is longer than that of the optimizers whose place it takes.
 
-    Args:
-        memory: Error feedback.
-        density: Share of the elements that is sent; of a schedule that which lasts.
-        optimizers: All that step with what was sent.
-        by_update: Elements are compared in units of the update.
-        scattered: Share of that which a worker selects itself.
+    With ``by_update`` elements are compared in units of the update; of what is sent a worker selects the share
+    ``scattered`` itself.
     """
     known = [momenta_of(optimizer, isinstance(memory, EF21Memory)) for optimizer in optimizers]
     own = [momentum for momenta in known if momenta is not None for momentum in momenta]
@@ -111,7 +107,7 @@ def fit_to_optimizers(
 
     Args:
         engines: Of one worker or of several, all alike.
-        settings: Theirs.
+        settings: The engines' settings.
         optimizers: All that step with what was sent.
         params: By registration index.
         carried: Whether the latest gradient of a parameter is a mean of selected elements.
@@ -209,12 +205,6 @@ def refuse_double_momentum(memory: Memory, optimizer: Optimizer) -> None:
 def suit_density(density: SuitedDensity, memory: Memory, optimizers: Sequence[Optimizer], by_update: bool) -> None:
     """Chooses the density that ends level with dense training below these optimizers (``docs/convergence.md``).
 
-    Args:
-        density: Is set.
-        memory: Error feedback.
-        optimizers: All that step with what was sent.
-        by_update: Elements are compared in units of the update.
-
     Raises:
         MisconfigurationException: If there is none that is known.
     """
@@ -246,13 +236,7 @@ def _level_with_momentum(optimizer: Optimizer) -> float:
 def caution(memory: Memory, density: float, optimizer: Optimizer, carried: bool = False) -> str | None:
     """What error feedback costs an optimizer that has a momentum, other than SGD; None if nothing is known.
 
-    Measured in ``docs/convergence.md``.
-
-    Args:
-        memory: Error feedback.
-        density: Share of the elements that is sent.
-        optimizer: Steps with what was sent.
-        carried: Its momentum is the memory's.
+    Measured in ``docs/convergence.md``. With ``carried`` its momentum is the memory's.
     """
     if memory.lives_on_sparsity and density >= 1:
         return f"memory={memory.name!r} is the momentum of the residual: at density 1 training has none"

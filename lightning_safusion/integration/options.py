@@ -46,12 +46,7 @@ _LENGTHS = (
 
 
 def refuse_options(options: dict[str, Any], own: list[str], strategy: type = DDPStrategy) -> None:
-    """Refuses options that contradict the strategy, and names that neither it nor DDP has.
-
-    Args:
-        options: Keyword arguments for DDPStrategy and DistributedDataParallel.
-        own: Names of the strategy's own arguments, for suggestions.
-        strategy: That of Lightning.
+    """Refuses options that contradict the strategy, and names that neither it nor DDP has; suggests its ``own``.
 
     Raises:
         MisconfigurationException: If an option contradicts the strategy.

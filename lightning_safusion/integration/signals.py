@@ -96,11 +96,7 @@ class DeferredSignals:
         self._forget()
 
     def hand_over(self, transport: Transport) -> None:
-        """Leaves signals to Lightning where no engine is left. Collective.
-
-        Args:
-            transport: Of all workers.
-        """
+        """Leaves signals to Lightning where no engine is left. Collective."""
         self._put_back()
         with during("the change to plain DDP, when workers ask each other for signals"):
             heard = {number for numbers in transport.gather_objects(list(self._waiting)) for number in numbers}

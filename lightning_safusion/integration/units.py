@@ -35,11 +35,8 @@ def is_muon(optimizer: Optimizer) -> bool:
 def momenta_of(optimizer: Optimizer, estimated: bool = False) -> list[float] | None:
     """The momentum of each of an optimizer's groups, 0 without one; None if a memory cannot carry it in its place.
 
-    It can for Adam, AdamW, RAdam, and SGD without dampening, but not for classes derived from them.
-
-    Args:
-        optimizer: Steps with what was sent.
-        estimated: The memory is ``"ef21"``, which can for torch's Muon as well.
+    It can for Adam, AdamW, RAdam, and SGD without dampening, but not for classes derived from them; with estimates
+    (``"ef21"``) for torch's Muon as well.
     """
     groups, known = optimizer.param_groups, (*ADAPTIVE, SGD, *(_MUON if estimated else ()))
     if type(optimizer) not in known or any(group.get("dampening") for group in groups):
@@ -54,12 +51,7 @@ def own_momentum(group: Group) -> float | Tensor:
 
 
 class SecondMoments:
-    """What the gradients of parameters are divided by, as the latest steps of their optimizers have left it.
-
-    Args:
-        optimizers: All that step with what was sent.
-        params: By registration index.
-    """
+    """What the gradients of parameters are divided by, as the latest steps of their optimizers have left it."""
 
     def __init__(self, optimizers: Sequence[Optimizer], params: Sequence[Tensor]) -> None:
         owners = {

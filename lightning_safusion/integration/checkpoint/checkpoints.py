@@ -47,16 +47,9 @@ class Checkpoints:
         ranks: tuple[int, int],
         write: Callable[[], None],
     ) -> None:
-        """Saves a checkpoint; collective with an engine.
+        """Saves a checkpoint, to which the engine's entry is added; collective with an engine.
 
-        Args:
-            engine: Of this rank; None with plain DDP.
-            settings: Its settings as text.
-            checkpoint: What Lightning saves; the engine's entry is added.
-            path: Where.
-            plugin: Writes it.
-            ranks: This process's global and local rank.
-            write: Has the checkpoint written.
+        ``settings`` are the engine's as text, ``ranks`` the global and the local one; ``write`` has the plugin write.
 
         Raises:
             OSError: On all ranks, if a part or the main checkpoint could not be written. A checkpoint that was to be

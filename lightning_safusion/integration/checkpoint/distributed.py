@@ -39,13 +39,7 @@ OTHER_SHARDS = {"collective": "between other shards"}
 
 
 def distributed_state(engine: Engine, settings: Mapping[str, str], model: Wrapped) -> dict[str, Any]:
-    """What this worker gives to ``torch.distributed.checkpoint.save``. Collective.
-
-    Args:
-        engine: Between two windows.
-        settings: The job's settings as text.
-        model: Where the tensors of this replica are.
-    """
+    """What this worker gives to ``torch.distributed.checkpoint.save``, between two windows. Collective."""
     transport, (number, count) = engine.transport, model.place
     proposals = transport.gather_objects((uuid.uuid4().hex, engine.space.memory.holds))
     common = header(proposals[0][0], transport.world_size)
@@ -73,7 +67,7 @@ class DistributedCheckpoint:
     Args:
         checkpoint: Folder, or what reads it.
         key: Of the state in the checkpoint; empty: it is all of it.
-        model: Where the tensors of this replica are.
+        model: Whose replicas the workers are.
 
     Attributes:
         entry: Common to all replicas; empty if there is no such state.
@@ -97,18 +91,7 @@ class DistributedCheckpoint:
             self.entry["settings"] = self.entry["settings"] | OTHER_SHARDS
 
     def restore(self, engine: Engine, settings: Mapping[str, str]) -> list[str]:
-        """Restores all of it. Collective.
-
-        Args:
-            engine: Between two windows.
-            settings: The job's settings as text.
-
-        Returns:
-            What could not be restored and why; empty if everything was.
-
-        Raises:
-            ValueError: On all workers, if an entry is damaged.
-        """
+        """Restores all of it as :func:`restore` does. Collective."""
         own: Residuals = local_state(engine)["memory"]
 
         def read(rank: int) -> dict[str, Any]:
@@ -203,11 +186,7 @@ def load_residuals(
 ) -> None:
     """Restores what a checkpoint has of the residuals. Collective.
 
-    Args:
-        saved: Its entry: number of the models whose residuals lie in its folder, or the states of one or several.
-        path: Of the checkpoint.
-        attached: What is below each sharded model.
-        broadcast: Tells all workers what the first one knows.
+    Its entry, ``saved``, is the number of models whose residuals lie in its folder, or the states of one or several.
     """
     if not isinstance(saved, int):
         states = [saved] if isinstance(saved, dict) else saved

@@ -75,13 +75,7 @@ def dump(part: Mapping[str, Any], file: IO[bytes]) -> str:
 
 
 def load(file: IO[bytes], digest: str | None, entry: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Reads a part and checks all of it, so that using it cannot fail.
-
-    Args:
-        file: Open for reading.
-        digest: What :func:`dump` returned; None for parts of format 1.
-        entry: Of the main checkpoint.
-        rank: Whose part it has to be.
+    """Reads a rank's part and checks all of it, so that using it cannot fail; parts of format 1 have no digest.
 
     Raises:
         UnusablePart: If it is damaged, or of another checkpoint or rank.

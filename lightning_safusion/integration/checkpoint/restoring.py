@@ -54,8 +54,7 @@ def restore(
     Args:
         engine: Between two windows.
         settings: The job's settings as text, equal on all ranks.
-        entry: Of the main checkpoint.
-        path: Of the main checkpoint.
+        entry, path: Of the main checkpoint.
         read: Returns the part of a rank; by default the file beside ``path``, or what lies in the entry.
 
     Returns:
@@ -96,8 +95,7 @@ def _examine(
 ) -> tuple[dict[str, Any] | None, _Verdict]:
     """Reads and checks; changes nothing, and raises nothing, so that all ranks exchange verdicts.
 
-    Returns:
-        This rank's own part, None on another number of workers; and the verdict.
+    On another number of workers there is no part of this rank's own.
     """
     verdict = _Verdict(entry.get("format"), (str(entry.get("nonce")), str(entry.get("world_size"))))
     own: dict[str, Any] | None = None
@@ -223,11 +221,7 @@ def _apply(
     builder: MemoryBuilder,
     part: Mapping[str, Any] | None,
 ) -> tuple[str | None, str | None]:
-    """Changes the engine.
-
-    Returns:
-        What is wrong with the entry, and why the compressor begins anew; None if nothing is.
-    """
+    """Changes the engine; returns what is wrong with the entry, and why the compressor begins anew."""
     planned = {key: text for key, text in settings.items() if key not in _NOT_PLANNED_WITH}
     same_job = entry["world_size"] == engine.transport.world_size and planned.items() <= entry["settings"].items()
     try:
