@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_safusion import SAFusionStrategy, attach
-from tests.models import TinyClassifier, classification, trainer, weights
+from tests.models import TinyClassifier, classification, equal, trainer, weights
 from tests.packaging.environments import run
 from tests.process_group import run_launched, run_ranks
 
@@ -48,8 +48,26 @@ def batches(rank: int, workers: int = 2) -> list[tuple[Tensor, Tensor]]:
     return [(x[part], y[part]) for part in order.split(16)]
 
 
-class Loop:
-    """A training on one worker."""
+class Steps:
+    """What trains a model on one worker step by step."""
+
+    model: Any
+
+    def step(self, *parts: tuple[Tensor, Tensor]) -> None:
+        """Steps with the sum of the gradients of some batches."""
+        raise NotImplementedError
+
+    def train(self, parts: list[tuple[Tensor, Tensor]], together: int = 1) -> None:
+        for start in range(0, len(parts), together):
+            self.step(*parts[start : start + together])
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return weights(self.model)
+
+
+class Loop(Steps):
+    """A training of plain PyTorch."""
 
     def __init__(
         self,
@@ -80,13 +98,16 @@ class Loop:
             self.scaler.step(self.optimizer)
             self.scaler.update()
 
-    @property
-    def weights(self) -> list[Tensor]:
-        return [param.detach().clone() for param in self.model.parameters()]
 
+def by_loop(together: int = 1) -> list[Tensor]:
+    """What a loop of plain PyTorch ends with."""
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
+    def run(rank: int) -> list[Tensor]:
+        loop = Loop()
+        loop.train(batches(rank), together)
+        return loop.weights
+
+    return run_ranks(2, run)[0]
 
 
 def by_trainer(options: dict[str, Any]) -> list[list[Tensor]]:
@@ -101,16 +122,15 @@ def by_trainer(options: dict[str, Any]) -> list[list[Tensor]]:
 @pytest.mark.parametrize(("together", "scaled"), [(1, False), (2, False), (1, True)])
 def test_a_loop_ends_with_the_parameters_of_trainer(together: int, scaled: bool) -> None:
     def run(rank: int) -> tuple[list[Tensor], dict[str, Any]]:
-        loop, mine = Loop(scaled=scaled), batches(rank)
-        for start in range(0, len(mine), together):
-            loop.step(*mine[start : start + together])
+        loop = Loop(scaled=scaled)
+        loop.train(batches(rank), together)
         return loop.weights, loop.handle.figures()
 
     (first, figures), (second, _) = run_ranks(2, run)
-    assert same(first, second)
+    assert equal(first, second)
     assert figures["plain_ddp"] is None
     assert figures["windows"] == 20 // together
-    assert same(first, by_trainer({"accumulate_grad_batches": together})[0])
+    assert equal(first, by_trainer({"accumulate_grad_batches": together})[0])
 
 
 @pytest.mark.parametrize("ddp", [{"bucket_cap_mb": 25}, {"gradient_as_bucket_view": False}, {"static_graph": True}])
@@ -119,10 +139,9 @@ def test_other_buckets_end_with_the_same(ddp: dict[str, Any]) -> None:
         ends = []
         for options in ({}, ddp):
             loop = Loop(ddp=options, fusion="single")
-            for batch in batches(rank)[:6]:
-                loop.step(batch)
+            loop.train(batches(rank)[:6])
             ends.append(loop.weights)
-        return same(*ends)
+        return equal(*ends)
 
     assert run_ranks(2, run) == [True, True]
 
@@ -136,7 +155,7 @@ def test_density_one_is_ddp() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(plain(x), y).backward()
             optimizer.step()
-        return same(loop.weights, [param.detach() for param in plain.parameters()]), loop.handle.state_dict()
+        return equal(loop.weights, weights(plain)), loop.handle.state_dict()
 
     assert run_ranks(2, run) == [(True, {})] * 2
 
@@ -164,13 +183,12 @@ def restored(state: dict[str, Any]) -> Loop:
 def test_a_state_resumes_bit_for_bit() -> None:
     def run(rank: int) -> bool:
         loop, mine = Loop(), batches(rank)
-        for batch in mine[:8]:
-            loop.step(batch)
+        loop.train(mine[:8])
         again = restored(state_of(loop))
         for batch in mine[8:]:
             loop.step(batch)
             again.step(batch)
-        return same(loop.weights, again.weights)
+        return equal(loop.weights, again.weights)
 
     assert run_ranks(2, run) == [True, True]
 
@@ -178,8 +196,7 @@ def test_a_state_resumes_bit_for_bit() -> None:
 def test_other_numbers_of_workers_take_the_mean_of_the_residuals() -> None:
     def save(rank: int) -> tuple[dict[str, Any], Tensor]:
         loop = Loop()
-        for batch in batches(rank)[:8]:
-            loop.step(batch)
+        loop.train(batches(rank)[:8])
         assert loop.handle.engine is not None
         return state_of(loop), loop.handle.engine.space.memory.state_dict()["residual"].clone()
 
@@ -194,14 +211,13 @@ def test_other_numbers_of_workers_take_the_mean_of_the_residuals() -> None:
 
     for residual, ended in (results := run_ranks(3, load)):
         torch.testing.assert_close(residual.sort().values, ((one + other) / 2).sort().values)
-        assert same(ended, results[0][1])
+        assert equal(ended, results[0][1])
 
 
 def test_ddp_goes_on_after_the_end() -> None:
     def run(rank: int) -> tuple[list[Tensor], list[Tensor], Any]:
         loop, mine = Loop(), batches(rank)
-        for batch in mine[:5]:
-            loop.step(batch)
+        loop.train(mine[:5])
         loop.handle.close()
         alone = copy.deepcopy(loop.model.module)
         loop.step(mine[5])
@@ -227,14 +243,13 @@ def test_two_models_take_turns() -> None:
         for batch in batches(rank)[:6]:
             one.step(batch)
             other.step(batch)
-        for batch in batches(rank)[:6]:
-            alone.step(batch)
-        return same(one.weights, other.weights) and same(one.weights, alone.weights), one.weights
+        alone.train(batches(rank)[:6])
+        return equal(one.weights, other.weights) and equal(one.weights, alone.weights), one.weights
 
     (first, ours), (second, theirs) = run_ranks(2, run)
     assert first
     assert second
-    assert same(ours, theirs)
+    assert equal(ours, theirs)
 
 
 def test_optimizers_are_found_when_they_step() -> None:
@@ -243,20 +258,18 @@ def test_optimizers_are_found_when_they_step() -> None:
     def run(rank: int) -> tuple[list[list[Tensor]], list[Any]]:
         loops = [Loop(found=found, collective="auto", fusion="single") for found in (False, True)]
         for loop in loops:
-            for start in range(0, 20, 2):
-                loop.step(*batches(rank)[start : start + 2])
+            loop.train(batches(rank), together=2)
         return [loop.weights for loop in loops], [loop.handle.figures()["windows"] for loop in loops]
 
     (both, windows), (others, _) = run_ranks(2, run)
     assert windows == [10, 9]
-    assert all(map(same, both, others))
+    assert all(map(equal, both, others))
 
 
 def test_another_optimizer_goes_on_with_the_residuals() -> None:
     def run(rank: int) -> tuple[Tensor, Tensor, int, list[Tensor]]:
         loop, mine = Loop(), batches(rank)
-        for batch in mine[:5]:
-            loop.step(batch)
+        loop.train(mine[:5])
         before, after = loop.handle.engine, None
         assert before is not None
         held = before.space.memory.state_dict()["residual"].clone()
@@ -272,16 +285,15 @@ def test_another_optimizer_goes_on_with_the_residuals() -> None:
         assert torch.equal(held, kept)
         assert held.any()
         assert windows == 6
-    assert same(ends[0][3], ends[1][3])
+    assert equal(ends[0][3], ends[1][3])
 
 
 def test_a_model_may_be_compiled() -> None:
     def run(rank: int) -> bool:
         loops = Loop(), Loop(compiled=True)
         for loop in loops:
-            for batch in batches(rank)[:6]:
-                loop.step(batch)
-        return same(loops[0].weights, loops[1].weights)
+            loop.train(batches(rank)[:6])
+        return equal(loops[0].weights, loops[1].weights)
 
     assert run_ranks(2, run) == [True, True]
 
@@ -306,9 +318,8 @@ def test_an_optimizer_around_another_one() -> None:
     def run(rank: int) -> bool:
         loops = Loop(), Loop(lambda parameters: Around(adamw(parameters)))
         for loop in loops:
-            for batch in batches(rank):
-                loop.step(batch)
-        return same(loops[0].weights, loops[1].weights)
+            loop.train(batches(rank))
+        return equal(loops[0].weights, loops[1].weights)
 
     assert run_ranks(2, run) == [True, True]
 
@@ -393,14 +404,14 @@ def test_parameters_that_are_frozen_later() -> None:
                 model.module.other.requires_grad_(False)
                 handle.bind([optimizer])
             step(number)
-        ended = [param.detach().clone() for param in model.parameters()]
+        ended = weights(model)
         model.module.other.requires_grad_(True)
         with pytest.raises(RuntimeError) as raised:
             step(5)
         return ended, str(raised.value)
 
     (first, said), (second, _) = run_ranks(2, run)
-    assert same(first, second)
+    assert equal(first, second)
     assert "was frozen at set-up, and is not now: call bind" in said
 
 
@@ -416,7 +427,7 @@ def test_a_copy_of_the_model_has_nothing_attached() -> None:
 
     for (windows, ours), (_, theirs) in zip(*run_ranks(2, run), strict=True):
         assert windows == 1
-        assert same(ours, theirs)
+        assert equal(ours, theirs)
 
 
 def test_what_is_dropped_is_freed() -> None:
@@ -466,8 +477,7 @@ def test_the_end_comes_once() -> None:
         ended.close()
         with pytest.raises(RuntimeError, match="has given the model back: call attach again"):
             ended.bind([loop.optimizer])
-        for batch in batches(rank)[:2]:
-            loop.step(batch)
+        loop.train(batches(rank)[:2])
         windows: int = loop.handle.figures()["windows"]
         return windows
 
@@ -483,7 +493,7 @@ def test_a_state_on_some_workers_alone_is_refused_on_all() -> None:
         loop.step(batches(rank)[0])
         return loop.weights
 
-    assert same(*run_ranks(2, run))
+    assert equal(*run_ranks(2, run))
 
 
 def test_the_epoch_is_heard_of_in_every_mode() -> None:

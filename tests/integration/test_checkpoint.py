@@ -33,7 +33,7 @@ from lightning_safusion import (
     Selective,
     SIDCo,
 )
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import TinyClassifier, classification, equal, trainer
 from tests.process_group import run_ranks
 from tests.resume import InGroup, StepModel, held_back, mass, parameters, part_file, run, saving
 
@@ -86,10 +86,6 @@ class InNodes(InGroup):
 
 def ddp() -> DDPStrategy:
     return DDPStrategy(cluster_environment=InGroup(), process_group_backend="gloo")
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @contextmanager

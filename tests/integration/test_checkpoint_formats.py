@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.test_checkpoint import complaints, equal, ours
+from tests.integration.test_checkpoint import complaints, ours
+from tests.models import equal
 from tests.process_group import run_ranks
 from tests.resume import held_back, parameters, run, saving
 

@@ -22,7 +22,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
-from tests.integration.test_checkpoint import complaints, equal, ours
+from tests.integration.test_checkpoint import complaints, ours
+from tests.models import equal
 from tests.process_group import run_ranks
 from tests.resume import At, parameters, run, saving
 

@@ -14,7 +14,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.integration.test_checkpoint import complaints, equal, ours
+from tests.integration.test_checkpoint import complaints, ours
+from tests.models import equal
 from tests.process_group import run_ranks
 from tests.resume import parameters, run, saving
 

@@ -17,13 +17,13 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from lightning_safusion import SAFusionFabricStrategy
-from tests.integration.test_attach import SPARSE, Loop, adamw, batches, same
-from tests.models import TinyClassifier
-from tests.process_group import run_launched, run_ranks
+from tests.integration.test_attach import SPARSE, Steps, adamw, batches, by_loop
+from tests.models import TinyClassifier, equal
+from tests.process_group import run_launched
 
 
-class FabricLoop:
-    """A training on one worker, whose environment a launcher has made."""
+class FabricLoop(Steps):
+    """A training whose environment a launcher has made."""
 
     def __init__(self, strategy: Any, apart: bool = False, **options: Any) -> None:
         torch.use_deterministic_algorithms(True)
@@ -47,10 +47,6 @@ class FabricLoop:
         self.optimizer.step()
 
     @property
-    def weights(self) -> list[Tensor]:
-        return [param.detach().clone() for param in self.model.parameters()]
-
-    @property
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "step": 8}
 
@@ -62,33 +58,25 @@ class FabricLoop:
 
 @pytest.mark.parametrize("together", [1, 2])
 def test_fabric_ends_with_the_parameters_of_a_plain_loop(together: int) -> None:
-    def plain(rank: int) -> list[Tensor]:
-        loop, mine = Loop(), batches(rank)
-        for start in range(0, len(mine), together):
-            loop.step(*mine[start : start + together])
-        return loop.weights
-
     def by_fabric(rank: int) -> list[Tensor]:
         loop, mine = FabricLoop(SAFusionFabricStrategy(**SPARSE)), batches(rank)
-        for start in range(0, len(mine), together):
-            loop.step(*mine[start : start + together])
+        loop.train(mine, together)
         assert loop.windows == len(mine) // together
         return loop.weights
 
-    expected = run_ranks(2, plain)[0]
-    assert all(same(each, expected) for each in run_launched(2, by_fabric))
+    expected = by_loop(together)
+    assert all(equal(each, expected) for each in run_launched(2, by_fabric))
 
 
 def test_what_is_set_up_apart_begins_with_the_second_step() -> None:
     def run(rank: int) -> tuple[list[Tensor], Any]:
         loop = FabricLoop("safusion_find_unused_parameters_true", apart=True)
-        for batch in batches(rank)[:6]:
-            loop.step(batch)
+        loop.train(batches(rank)[:6])
         return loop.weights, loop.windows
 
     (first, windows), (second, _) = run_launched(2, run)
     assert windows == 5
-    assert same(first, second)
+    assert equal(first, second)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
@@ -101,22 +89,21 @@ def test_replicas_are_equal_in_other_precisions(precision: Any) -> None:
 
     (first, windows), (second, _) = run_launched(2, run)
     assert windows == 6
-    assert same(first, second)
+    assert equal(first, second)
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path, apart: bool) -> None:
     def run(rank: int) -> tuple[bool, list[str]]:
         loop, mine = FabricLoop(SAFusionFabricStrategy(**SPARSE)), batches(rank)
-        for batch in mine[:8]:
-            loop.step(batch)
+        loop.train(mine[:8])
         loop.fabric.save(tmp_path / "whole.ckpt", loop.state)
         again = FabricLoop(SAFusionFabricStrategy(**SPARSE), apart)
         rest = again.fabric.load(tmp_path / "whole.ckpt", again.state)
         for batch in mine[8:]:
             loop.step(batch)
             again.step(batch)
-        return same(loop.weights, again.weights) or apart, [*rest]
+        return equal(loop.weights, again.weights) or apart, [*rest]
 
     assert run_launched(2, run) == [(True, [])] * 2
     whole = torch.load(tmp_path / "whole.ckpt", weights_only=True)

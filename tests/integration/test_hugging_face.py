@@ -20,9 +20,9 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 
 from lightning_safusion.hugging_face import SAFusionKwargs, SAFusionTrainerMixin
-from tests.integration.test_attach import SPARSE, Loop, adamw, batches, same
-from tests.models import TinyClassifier
-from tests.process_group import run_launched, run_ranks
+from tests.integration.test_attach import SPARSE, Steps, adamw, batches, by_loop
+from tests.models import TinyClassifier, equal, weights
+from tests.process_group import run_launched
 
 
 def launched(run: Callable[[int], Any]) -> list[Any]:
@@ -35,8 +35,8 @@ def launched(run: Callable[[int], Any]) -> list[Any]:
     return run_launched(2, ranked)
 
 
-class AcceleratedLoop:
-    """A training on one worker, whose environment a launcher has made."""
+class AcceleratedLoop(Steps):
+    """A training whose environment a launcher has made."""
 
     def __init__(self, bind: bool = True, **options: Any) -> None:
         torch.use_deterministic_algorithms(True)
@@ -50,51 +50,39 @@ class AcceleratedLoop:
         if bind:
             self.handler.bind(self.optimizer)
 
-    def step(self, x: Tensor, y: Tensor) -> None:
+    def step(self, *parts: tuple[Tensor, Tensor]) -> None:
+        ((x, y),) = parts
         self.optimizer.zero_grad()
         self.accelerator.backward(nn.functional.cross_entropy(self.model(x), y))
         self.optimizer.step()
 
-    @property
-    def weights(self) -> list[Tensor]:
-        return [param.detach().clone() for param in self.model.parameters()]
-
 
 def test_accelerate_ends_with_the_parameters_of_a_plain_loop() -> None:
-    def plain(rank: int) -> list[Tensor]:
-        loop = Loop()
-        for batch in batches(rank):
-            loop.step(batch)
-        return loop.weights
-
     def accelerated(rank: int) -> tuple[list[Tensor], Any]:
         loop, found = AcceleratedLoop(), AcceleratedLoop(bind=False)
         for batch in batches(rank):
-            loop.step(*batch)
-            found.step(*batch)
+            loop.step(batch)
+            found.step(batch)
         assert [each.handler.attached[0].figures()["windows"] for each in (loop, found)] == [20, 19]
         return loop.weights, found.weights
 
-    expected = run_ranks(2, plain)[0]
+    expected = by_loop()
     (first, found), (second, other) = launched(accelerated)
-    assert same(first, expected)
-    assert same(second, expected)
-    assert same(found, other)
+    assert equal(first, expected)
+    assert equal(second, expected)
+    assert equal(found, other)
 
 
 def test_a_checkpoint_of_accelerate_resumes_bit_for_bit(tmp_path: Path) -> None:
     def run(rank: int) -> bool:
         loop, mine = AcceleratedLoop(), batches(rank)
-        for batch in mine[:8]:
-            loop.step(*batch)
+        loop.train(mine[:8])
         loop.accelerator.save_state(str(tmp_path / "saved"))
-        for batch in mine[8:]:
-            loop.step(*batch)
+        loop.train(mine[8:])
         again = AcceleratedLoop()
         again.accelerator.load_state(str(tmp_path / "saved"))
-        for batch in mine[8:]:
-            again.step(*batch)
-        return same(loop.weights, again.weights)
+        again.train(mine[8:])
+        return equal(loop.weights, again.weights)
 
     assert launched(run) == [True, True]
 
@@ -164,13 +152,13 @@ def test_the_trainer_of_transformers_trains_and_resumes(tmp_path: Path) -> None:
             )
             trainer = SparseTrainer(model=bert(), args=arguments, train_dataset=Words())
             trainer.train(resume_from_checkpoint=resumes)
-            ends.append([param.detach().clone() for param in trainer.model.parameters()])
-        return same(*ends), ends[0], trainer.handler.attached[0].figures()["windows"]
+            ends.append(weights(trainer.model))
+        return equal(*ends), ends[0], trainer.handler.attached[0].figures()["windows"]
 
     (resumed, first, windows), (_, second, _) = launched(run)
     assert resumed
     assert windows == 11
-    assert same(first, second)
+    assert equal(first, second)
 
 
 def test_a_scaled_loss_needs_its_scaler() -> None:

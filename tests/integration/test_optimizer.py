@@ -22,7 +22,15 @@ from lightning_safusion.integration.optimizer import (
     suited,
 )
 from lightning_safusion.integration.units import compares_updates, is_schedule_free
-from lightning_safusion.sparsify import AutoMemory, DecoupledMomentum, DGCMemory, EF21Memory, Memory, ResidualMemory
+from lightning_safusion.sparsify import (
+    AutoMemory,
+    DecoupledMomentum,
+    DGCMemory,
+    EF21Memory,
+    Memory,
+    NoMemory,
+    ResidualMemory,
+)
 from lightning_safusion.sparsify.schedule import ConstantDensity, DenseStart, DensitySchedule, LinearRamp, SuitedDensity
 from lightning_safusion.tools.accuracy import default_density
 
@@ -126,21 +134,44 @@ def test_a_capturable_momentum_stays_with_its_optimizer() -> None:
     assert carried_momentum(AutoMemory(), ConstantDensity(0.1), [optimizer]) is None
 
 
-def test_decoupled_momentum_takes_the_place_of_what_it_knows_only() -> None:
-    for make in (Adam, AdamW, lambda p: SGD(p, 0.1, momentum=0.9)):
-        refuse_double_momentum(DecoupledMomentum(), of(make))
-    with pytest.raises(MisconfigurationException, match=r"NAdam would apply it again.*betas=\(0.0, ...\)"):
-        refuse_double_momentum(DecoupledMomentum(), of(NAdam))
-    with pytest.raises(MisconfigurationException, match="SGD would apply it again"):
-        refuse_double_momentum(DecoupledMomentum(), of(lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.5)))
+def test_which_momentum_comes_twice() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    without = [SGD(weights, 0.1), AdamW(weights, betas=(0.0, 0.99))]
+    carried = [Adam(weights), SGD(weights, 0.1, momentum=0.9)]
+    for memory, optimizer in [
+        *((DGCMemory(), optimizer) for optimizer in carried),
+        (DGCMemory(), without[1]),  # its steps are not those of SGD
+        (DecoupledMomentum(), NAdam(weights)),
+        (EF21Memory(), NAdam(weights)),
+        (DecoupledMomentum(), SGD(weights, 0.1, momentum=0.9, dampening=0.5)),
+    ]:
+        with pytest.raises(MisconfigurationException, match=r"apply it again.*(betas=\(0.0, ...\)|momentum=0)"):
+            refuse_double_momentum(memory, optimizer)
+    for optimizer in (*without, *carried):  # that of the last two memories is switched off
+        for memory in (EF21Memory(momentum=0.0), ResidualMemory(), EF21Memory(), DecoupledMomentum()):
+            refuse_double_momentum(memory, optimizer)
 
 
-def test_who_is_cautioned_says_what_helps() -> None:
-    assert caution(AutoMemory(), 0.1, of(AdamW), carried=True) is None
-    unknown = caution(AutoMemory(), 0.1, of(NAdam))
-    assert "memory='decoupled' with betas=(0.0, ...) for NAdam" in unknown
-    known = caution(ResidualMemory(), 0.1, of(AdamW))
-    assert "memory='decoupled', or a density of 0.25" in known
+def test_error_feedback_below_adam_is_cautioned_against() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    if hasattr(torch.optim, "Muon"):
+        said = caution(ResidualMemory(), 0.1, torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]))
+        assert "Muon may end with a higher loss at a density of 0.1" in str(said)
+    said = str(caution(ResidualMemory(), 0.01, NAdam(weights)))
+    assert "density of 0.01" in said
+    assert "memory='decoupled' with betas=(0.0, ...) for NAdam" in said
+    assert "memory='decoupled', or a density of 0.25" in str(caution(ResidualMemory(), 0.1, Adam(weights)))
+    assert caution(AutoMemory(), 0.1, Adam(weights), carried=True) is None
+    said = str(caution(DecoupledMomentum(), 1.0, AdamW(weights, betas=(0.0, 0.99))))
+    assert "at density 1 training has none" in said
+    for memory, density, optimizer in [
+        (ResidualMemory(), 0.01, SGD(weights, 0.1, momentum=0.9)),
+        (ResidualMemory(), 0.25, Adam(weights)),
+        (ResidualMemory(), 0.01, AdamW(weights, betas=(0.0, 0.99))),
+        (DecoupledMomentum(), 0.01, AdamW(weights, betas=(0.0, 0.99))),
+        (NoMemory(), 0.01, Adam(weights)),
+    ]:
+        assert caution(memory, density, optimizer) is None
 
 
 def schedule_free(params: Any) -> Optimizer:
@@ -215,8 +246,3 @@ def test_where_updates_cannot_be_compared(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="select_by='update' compares elements before they are sent"):
         SAFusionStrategy(select_by="update", **options)
     SAFusionStrategy(**options)  # the default then compares gradients
-
-
-def test_unknown_units_are_named() -> None:
-    with pytest.raises(ValueError, match="unknown select_by 'updates'. Did you mean 'update'"):
-        SAFusionStrategy(select_by="updates")  # type: ignore[arg-type]  # the mistake

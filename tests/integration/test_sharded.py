@@ -33,6 +33,7 @@ from lightning_safusion.fusion.state import local_state
 from lightning_safusion.integration import attached as attaching
 from lightning_safusion.integration.checkpoint.distributed import gathered
 from lightning_safusion.integration.exchange import Choice, Mode
+from tests.models import equal
 from tests.process_group import run_ranks
 
 SPARSE: dict[str, Any] = {"density": 0.05, "collective": "allgather"}
@@ -109,10 +110,6 @@ class Loop:
         return [param.to_local().detach().clone() for param in self.model.parameters()]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
-
-
 def pair(rank: int, parts: dict[str, Any], options: dict[str, Any], **step: Any) -> bool:
     """Whether a training ends as the native one does."""
     ends = []
@@ -123,7 +120,7 @@ def pair(rank: int, parts: dict[str, Any], options: dict[str, Any], **step: Any)
         ends.append(loop.weights)
         if loop.handle is not None and parts == WHOLE:
             assert loop.handle.figures()["windows"] == 6
-    return same(*ends)
+    return equal(*ends)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +179,7 @@ def test_nothing_is_written_too_late(
             ends.append([param.grad.to_local().clone() for param in loop.model.parameters()])
         if reduce is torch.float16:  # which FSDP2 divides by another factor before it sums, and after
             return all(torch.allclose(ours, theirs, 1e-2, 1e-5) for theirs, ours in zip(*ends, strict=True))
-        return same(*ends)
+        return equal(*ends)
 
     assert run_ranks(4, run) == [True] * 4
 
@@ -198,8 +195,8 @@ def test_replicas_are_equal_at_a_low_density() -> None:
         return loop.weights, loop.handle.figures(), all(moments.moments(index) is not None for index in range(7))
 
     (first, figures, _), (second, _, _), (third, _, _), (fourth, _, _) = ends = run_ranks(4, run)
-    assert same(first, third)
-    assert same(second, fourth)
+    assert equal(first, third)
+    assert equal(second, fourth)
     assert figures["windows"] == 8
     assert 0 < figures["bytes_sent"] < 0.6 * figures["dense_bytes"]
     assert all(known for _, _, known in ends)
@@ -220,7 +217,7 @@ def test_a_distributed_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
         for number in range(4, 8):
             loop.step(rank, number)
             again.step(rank, number)
-        return same(loop.weights, again.weights)
+        return equal(loop.weights, again.weights)
 
     assert run_ranks(4, run) == [True] * 4
 
@@ -327,7 +324,7 @@ def test_replicas_begin_alike() -> None:
         return [param.full_tensor().detach() for param in model.parameters()]
 
     ends = run_ranks(4, run)
-    assert all(same(end, ends[0]) for end in ends)
+    assert all(equal(end, ends[0]) for end in ends)
 
 
 def test_frozen_parameters_and_those_of_no_optimizer() -> None:
@@ -352,7 +349,7 @@ def test_frozen_parameters_and_those_of_no_optimizer() -> None:
                 optimizer.step()
             ends.append([param.grad.to_local() for param in model.parameters()])
             ends.append([param.to_local() for param in model.parameters()])
-        return [same(ends[0], ends[2]), same(ends[1], ends[3])]
+        return [equal(ends[0], ends[2]), equal(ends[1], ends[3])]
 
     assert run_ranks(4, run) == [[True, True]] * 4
 
@@ -376,8 +373,8 @@ def test_optimizers_are_found_when_they_step(reshards: bool) -> None:
 
     (first, windows), (second, _), (third, _), (fourth, _) = run_ranks(4, run)
     assert windows == 3
-    assert same(first, third)
-    assert same(second, fourth)
+    assert equal(first, third)
+    assert equal(second, fourth)
 
 
 def test_a_part_of_the_gradients_is_refused() -> None:
