@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -98,6 +99,25 @@ def trainer(strategy: Any, **options: Any) -> Trainer:
         "enable_model_summary": False,
     }
     return Trainer(strategy=strategy, **(defaults | options))
+
+
+class CompilesWrapped(Callback):
+    """Compiles DDP itself, which splits the graph along its buckets."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.model = torch.compile(trainer.strategy.model, backend="aot_eager")
+
+
+class Lines(logging.Handler):
+    """Keeps what the strategy says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def switched(job: Trainer) -> int:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from lightning_safusion import SAFusionStrategy
-from tests.models import TinyClassifier, classification, distance, equal, fit, trainer, weights
+from tests.models import CompilesWrapped, TinyClassifier, classification, distance, equal, fit, trainer, weights
 from tests.process_group import run_launched
 
 SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}
@@ -173,13 +173,6 @@ def test_sync_batchnorm_on_cpu_is_refused_as_with_ddp() -> None:
 
     for plain, ours in run_launched(2, run):
         assert plain == ours
-
-
-class CompilesWrapped(Callback):
-    """Compiles DDP itself, which splits the graph along its buckets."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.strategy.model = torch.compile(trainer.strategy.model, backend="aot_eager")
 
 
 class Compilable(TinyClassifier):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.sparsify import GaussianK
 from tests.cluster import specs
-from tests.models import TinyClassifier, equal, fit, fit_both, trainer
+from tests.models import Lines, TinyClassifier, equal, fit, fit_both, trainer
 from tests.process_group import run_launched
 
 
@@ -157,12 +156,9 @@ def test_sparse_is_refused_where_dense_all_reduce_carries_less(dtype: torch.dtyp
 
 def test_that_is_said_once_before_training() -> None:
     def run(rank: int) -> list[str]:
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a listener
-        logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+        said = Lines()
         fit(SAFusionStrategy(density=0.05), TinyClassifier(make=partial(Lion, lr=0.01)), max_steps=2)
-        return [text for text in said if "may end with a higher loss" in text]
+        return [text for text in said.lines if "may end with a higher loss" in text]
 
     assert [len(said) for said in run_launched(2, run)] == [1, 0]
 

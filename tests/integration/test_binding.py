@@ -19,7 +19,7 @@ from lightning_safusion import SAFusionStrategy
 from lightning_safusion.integration import fit as fit_module
 from lightning_safusion.integration.optimizer import needs_plain_ddp
 from lightning_safusion.integration.parameters import describe_untrained, members, untrained
-from tests.models import classification, trainer
+from tests.models import classification, trainer, weights
 from tests.process_group import run_launched
 
 SPARSE: dict[str, Any] = {"density": 0.05, "collective": "allgather", "memory": "residual"}
@@ -65,7 +65,7 @@ def fit(rank: int, model: LightningModule, density: Any = 0.05, **options: Any) 
     fit_module.announce = said.append  # type: ignore[assignment]  # in a process of its own
     strategy = SAFusionStrategy(**(SPARSE | {"density": density}))
     trainer(strategy, max_epochs=2, **options).fit(model, classification(128))
-    return model.steps, [p.detach().clone() for p in model.parameters()], said, model.own
+    return model.steps, weights(model), said, model.own
 
 
 def assert_replicas_equal(results: list[Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import logging
 import socket
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,10 @@ from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.tools.report import load_run
 from lightning_safusion.tools.report.advice import advise
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import Lines, TinyClassifier, classification, equal, trainer, weights
 from tests.process_group import run_launched
 
 SPARSE = {"collective": "allgather", "density": 0.05}
-
-
-class Lines(logging.Handler):
-    """Keeps what the strategy says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def test_after_its_first_review_it_says_what_a_step_takes_and_would_take() -> None:
@@ -158,11 +145,11 @@ def test_that_plain_ddp_is_faster_is_known_to_the_next_fit() -> None:
         job.fit_loop.max_epochs = 2
         job.fit(model, classification())  # and not to the one after it
         assert strategy.figures()["plain_ddp"] != told
-        return told, [param.detach() for param in model.parameters()]
+        return told, weights(model)
 
     (first, mine), (second, theirs) = run_launched(2, run)
     assert first == second == "it was faster before"
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert equal(mine, theirs)
 
 
 @pytest.mark.parametrize(("optimizer", "expected"), [("NAdam", 1), ("SGD", 0)])

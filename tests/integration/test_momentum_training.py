@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.sparsify import DecoupledMomentum
 from tests.integration.test_checkpoint import ours
-from tests.models import TinyClassifier, classification, switched, trainer
+from tests.models import TinyClassifier, classification, equal, switched, trainer, weights
 from tests.process_group import run_launched, run_ranks
 from tests.resume import At, StepModel, parameters, run, saving
 
@@ -34,7 +34,7 @@ def fitted(model: TinyClassifier, **options: Any) -> tuple[list[Tensor], Any]:
     job = trainer(SAFusionStrategy(**(SPARSE | options)), max_steps=8)
     job.fit(model, classification())
     groups = [{**group, "params": None} for group in job.optimizers[0].param_groups]
-    return [param.detach() for param in model.parameters()], groups
+    return weights(model), groups
 
 
 def test_the_default_carries_the_momentum_of_adamw(caplog: pytest.LogCaptureFixture) -> None:
@@ -48,21 +48,21 @@ def test_the_default_carries_the_momentum_of_adamw(caplog: pytest.LogCaptureFixt
 
     first, second = run_launched(2, both)
     default, named, plain, groups, said = first
-    for weights in zip(default, named, second[0], strict=True):
-        assert all(torch.equal(weights[0], other) for other in weights)
-    assert not all(torch.equal(a, b) for a, b in zip(default, plain, strict=True))
+    assert equal(default, named)
+    assert equal(default, second[0])
+    assert not equal(default, plain)
     assert groups[0]["betas"] == (0.9, 0.99)
     assert "AdamW leaves the momentum of sparse tensors to the residual (factor 0.975)" in said
     assert said.count("leaves the momentum") == 1
 
 
 def test_dense_tensors_keep_the_momentum_of_their_optimizer() -> None:
-    def weights(rank: int) -> Any:
+    def both(rank: int) -> Any:
         everything = {"dense": ["*"], "collective": "allgather"}
         return fitted(adamw(0.9), **everything)[0], fitted(adamw(0.9), memory="residual", **everything)[0]
 
-    carried, plain = run_launched(2, weights)[0]
-    assert all(torch.equal(a, b) for a, b in zip(carried, plain, strict=True))
+    carried, plain = run_launched(2, both)[0]
+    assert equal(carried, plain)
 
 
 class Steps(StepModel):
@@ -80,7 +80,7 @@ def _resumed(rank: int, folder: Path) -> Any:
         whole = run(ours(**options), 9, saving(path, 4), model=make(), deterministic=True)
         resumed = run(ours(**options), 9, ckpt=path, model=make(), deterministic=True)
         group = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"][0]
-        same = all(torch.equal(a, b) for a, b in zip(parameters(whole), parameters(resumed), strict=True))
+        same = equal(parameters(whole), parameters(resumed))
         results.append((same, group.get("betas", (group.get("momentum"),))[0], switched(whole)))
     return results
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.fusion.state import local_state
 from tests.ledger import Ledger, assert_balanced
-from tests.models import TinyClassifier, classification, trainer
+from tests.models import CompilesWrapped, TinyClassifier, classification, distance, equal, trainer, weights
 from tests.process_group import run_launched
 
 SPARSE: dict[str, Any] = {"density": 0.05, "collective": "allgather"}
@@ -75,14 +75,14 @@ def train(strategy: Any, callbacks: Any = (), **options: Any) -> list[Tensor]:
     model = Finetuned(**options)
     run = trainer(strategy, max_epochs=3, limit_train_batches=5, callbacks=list(callbacks))
     run.fit(model, classification())
-    return [p.detach().clone() for p in model.parameters()]
+    return weights(model)
 
 
 def distance_from_ddp(*callbacks: Callback) -> float:
     """Largest difference of a parameter that is unfrozen from one that never was, in DDP."""
     plain = train(DDPStrategy(), freeze=False)
     ours = train(SAFusionStrategy(density=1.0, collective="allgather"), callbacks, freeze=True)
-    return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
+    return distance(ours, plain)
 
 
 def test_unfrozen_parameters_are_exchanged() -> None:
@@ -106,7 +106,7 @@ def test_residuals_are_kept_replicas_equal_and_nothing_is_lost(fusion: str, free
         return train(strategy, [mass, ledger], freeze=True, freeze_head=freeze_head), mass.held, ledger
 
     (first, held, mine), (second, _, theirs) = run_launched(2, sparse)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert equal(first, second)
     assert held[0].abs().sum() > 0
     # one step later most of it is still there
     assert torch.nn.functional.cosine_similarity(held[0].flatten(), held[1].flatten(), dim=0) > 0.5
@@ -140,26 +140,23 @@ def test_a_change_before_an_epoch_that_is_resumed_in_its_middle_is_followed(tmp_
         # some steps in the second epoch, before another epoch would set it right
         job = trainer(SAFusionStrategy(**SPARSE), max_steps=8, **epochs)
         job.fit(model, classification(), ckpt_path=tmp_path / "middle.ckpt")
-        return [param.detach() for param in model.parameters()]
+        return weights(model)
 
     first, second = run_launched(2, lambda rank: resumed(True) + resumed(False))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert equal(first, second)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_unfreezing_is_followed_where_the_wrapped_model_is_compiled() -> None:
-    class CompilesWrapped(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            trainer.strategy.model = torch.compile(trainer.strategy.model, backend="aot_eager")
-
+    class Notes(CompilesWrapped):
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             compiled.append(isinstance(trainer.strategy.model, torch._dynamo.OptimizedModule))
 
     compiled: list[bool] = []
 
     def run(rank: int) -> tuple[float, list[bool]]:
-        return distance_from_ddp(CompilesWrapped()), compiled
+        return distance_from_ddp(Notes()), compiled
 
     for difference, compiled_again in run_launched(2, run, timeout=120):
         assert difference <= 2e-6
@@ -214,9 +211,9 @@ def test_a_layer_that_another_one_of_its_name_replaces_is_exchanged() -> None:
         trainer(strategy, max_epochs=2, limit_train_batches=5).fit(model, classification())
         torch.manual_seed(7)
         held = {name: bool(tensor.any()) for name, tensor in model.held.items()}
-        return nn.Linear(48, 10).weight.detach(), [p.detach() for p in model.parameters()], held
+        return nn.Linear(48, 10).weight.detach(), weights(model), held
 
     (start, first, held), (_, second, _) = run_launched(2, run)
     assert held == {"backbone.weight": True, "backbone.bias": True, "head.weight": False, "head.bias": False}
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert equal(first, second)
     assert not torch.equal(start, first[2])

@@ -24,7 +24,7 @@ from lightning_safusion import SAFusionStrategy
 from lightning_safusion.integration.optimizer import suited
 from lightning_safusion.integration.units import SecondMoments
 from lightning_safusion.sparsify.schedule import LinearRamp, Opening
-from tests.models import Orthogonalized, TinyClassifier, classification, trainer
+from tests.models import Orthogonalized, TinyClassifier, classification, equal, trainer
 from tests.process_group import run_launched
 
 
@@ -132,7 +132,7 @@ def test_muon_gets_running_estimates(caplog: pytest.LogCaptureFixture, tmp_path:
 
     (found, weights, said), (_, others, _) = run_launched(2, run)
     assert found == ["ef21", 0.72, 0.72, "auto"]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, others, strict=True))
+    assert equal(weights, others)
     assert "in place of the momentum of Muon and AdamW" in said
 
 
@@ -164,7 +164,7 @@ def test_the_default_compares_updates_of_adamw(caplog: pytest.LogCaptureFixture)
     for default, named in ((0, 1), (3, 4), (5, 6)):
         for weights_ in zip(trained[default], trained[named], theirs[default], strict=True):
             assert all(torch.equal(weights_[0], other) for other in weights_)
-    assert not all(torch.equal(a, b) for a, b in zip(trained[0], trained[2], strict=True))
+    assert not equal(trained[0], trained[2])
     assert "Elements are compared by how far they would move" in said
     assert "; the first 100 steps send more, and longer in a warm-up, so compare longer runs; " in said
 
@@ -223,7 +223,7 @@ def test_what_is_learned_does_not_depend_on_the_plan() -> None:
 
     for single, *others in run_launched(2, run)[0]:
         for other in others:
-            assert all(torch.equal(a, b) for a, b in zip(single, other, strict=True))
+            assert equal(single, other)
 
 
 def test_nothing_holds_an_optimizer_after_training() -> None:
