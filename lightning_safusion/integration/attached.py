@@ -28,7 +28,7 @@ from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
 from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.integration.optimizer import suited
-from lightning_safusion.integration.parameters import describe_untrained, optimizer_options, untrained
+from lightning_safusion.integration.parameters import describe_untrained, optimizer_options, params_of, untrained
 from lightning_safusion.integration.wrapped import Wrapped
 from lightning_safusion.systems.settings import JobParts
 
@@ -203,8 +203,7 @@ class Attached(AttachedState):
             return
         self._seen.add(optimizer)
         own = {id(param) for param in self._model.parameters()}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if not any(id(param) in own for param in params):
+        if not any(id(param) in own for param in params_of(optimizer)):
             return
         if self._optimizers is None:
             self._found.append(optimizer)

@@ -56,7 +56,7 @@ def untrained(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[
 
     Where optimizers have no parameter of the model, something else trains it: none is left out.
     """
-    trained = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    trained = {id(param) for optimizer in optimizers for param in params_of(optimizer)}
     named = dense_parameters(module)
     left = [(name, param) for name, param in named if id(param) not in trained]
     return left if len(left) < len(named) else []
