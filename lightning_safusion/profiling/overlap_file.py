@@ -54,20 +54,14 @@ class Overlap:
     def to_dict(self) -> dict[str, Any]:
         """The content of the file: plain values, null for NaN."""
         known = self.ranks.as_dict()
-        content = {"version": VERSION} | {each.name: getattr(self, each.name) for each in fields(self)}
-        content |= {
+        content = {"version": VERSION, **asdict(self)} | {
             "steps": [{"step": number, **row.as_dict()} for number, row in self.steps.items()],
             "ranks": [each.as_dict() for each in self.ranks.ranks],
             "mean": self.ranks.mean.as_dict(),
             "slowest_rank": known.get("slowest_rank"),
             "skew_s": known.get("skew_s"),
-            "buffers": [asdict(each) for each in self.buffers],
             "plan": None if self.plan is None else [[g.stop - g.start, g.collective] for g in self.plan.groups],
-            "costs": None if self.costs is None else asdict(self.costs),
             "timeline": None if self.timeline is None else self.timeline.to_dict(),
-            "decisions": [asdict(each) for each in self.decisions],
-            "workers": None if self.workers is None else asdict(self.workers),
-            "slow_worker": None if self.slow_worker is None else asdict(self.slow_worker),
         }
         return without_nan(content)
 
@@ -113,15 +107,21 @@ def read_file(path: Path, parse: Callable[[Mapping[str, Any]], _T]) -> _T | None
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
+def load_overlap(run_dir: Path) -> Overlap:
+    """The content of a run's ``overlap.json``; a ValueError says that there is none, or what is damaged."""
+    overlap = read_file(run_dir / FILE, Overlap.from_dict)
+    if overlap is None:
+        raise ValueError(f"no {FILE} in {run_dir}: OverlapProfiler writes it at the end of a fit")
+    return overlap
+
+
 def load_timeline(run_dir: Path) -> StepTimeline:
     """The step of rank 0 in a run's ``overlap.json``, for example to draw it.
 
     Raises:
         ValueError: If there is no such file, no step in it, or it is damaged.
     """
-    overlap = read_file(run_dir / FILE, Overlap.from_dict)
-    if overlap is None:
-        raise ValueError(f"no {FILE} in {run_dir}: OverlapProfiler writes it at the end of a fit")
-    if overlap.timeline is None:
+    step = load_overlap(run_dir).timeline
+    if step is None:
         raise ValueError(f"{run_dir / FILE} holds no step: none was recorded")
-    return overlap.timeline
+    return step

@@ -23,7 +23,7 @@ from lightning_safusion import Aligned, SAFusionStrategy
 from lightning_safusion.callbacks import OverlapProfiler, TensorMissingRateMonitor
 from lightning_safusion.metrics.figures import TensorFigures
 from lightning_safusion.metrics.history import MissingRateStatistics
-from lightning_safusion.tools.report import load_run
+from lightning_safusion.tools.report.page import load_run
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_safusion.fusion.replan import Decision
-from lightning_safusion.tools.report.curves import write_curves
+from lightning_safusion.tools.report.curves import render_curves
 from lightning_safusion.tools.report.page import reviews
 from tests.e2e.browser import Browser, browser
 from tests.e2e.processes import ROOT, need, started
@@ -91,7 +91,7 @@ def test_names_unfold(window: Browser, run_dir: Path) -> None:
 @pytest.mark.parametrize("width", [_PHONE, _DESK])
 def test_runs_side_by_side_in_a_browser(window: Browser, tmp_path: Path, width: int, scheme: str) -> None:
     page = tmp_path / "page.html"
-    write_curves([read(sparse(tmp_path / "saf")), read(plain(tmp_path / "ddp"))], page)
+    page.write_text(render_curves([read(sparse(tmp_path / "saf")), read(plain(tmp_path / "ddp"))])[0])
     window.show(page, width, 900, scheme)
     assert [each for each in window.requests() if not each.startswith("data:")] == [page.as_uri()]
     assert window.console() == []

@@ -17,8 +17,8 @@ from torch import Tensor
 from lightning_safusion import OverlapProfiler, SAFusionStrategy
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.tools.report import load_run
 from lightning_safusion.tools.report.advice import advise
+from lightning_safusion.tools.report.page import load_run
 from tests.models import Lines, TinyClassifier, classification, equal, trainer, weights
 from tests.process_group import run_launched
 

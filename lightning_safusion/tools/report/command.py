@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_safusion.profiling.overlap_file import FILE as OVERLAP
-from lightning_safusion.tools.report.curves import RUNS, write_curves
+from lightning_safusion.tools.report.curves import RUNS, render_curves
 from lightning_safusion.tools.report.metrics_file import FILE as METRICS
 from lightning_safusion.tools.report.metrics_file import Logged, find_metrics, read_metrics
-from lightning_safusion.tools.report.page import FILE, find_overlap, write_report
+from lightning_safusion.tools.report.page import find_overlap, load_run, render_page
 
 
 def report(runs: Sequence[Path], output: Path | None = None) -> None:
@@ -21,18 +21,23 @@ def report(runs: Sequence[Path], output: Path | None = None) -> None:
             advice. Several: how the first differs from each of the others (SAFusion, then DDP).
         output: File to write. By default report.html, or comparison.html of several runs, in the first run's folder.
     """
-    if len(runs) == 1 and find_overlap(runs[0]) is not None:
-        print(f"{write_report(runs[0], output)}: open it in a browser")
-        return
     if len(runs) > RUNS:
         raise ValueError(f"a page has room for {RUNS} runs, got {len(runs)}")
-    logged = [_read(run, alone=len(runs) == 1) for run in runs]
-    if len({each.path.resolve() for each in logged}) < len(logged):
-        raise ValueError(f"a run is given twice: {', '.join(map(str, runs))}")
-    page = output or logged[0].path.parent / (FILE if len(runs) == 1 else "comparison.html")
-    for text in write_curves(logged, page):
-        print(text)
-    print(f"{page}: open it in a browser")
+    profiled = find_overlap(runs[0]) if len(runs) == 1 else None
+    if profiled is not None:
+        folder, page = profiled, render_page(load_run(profiled))
+    else:
+        logged = [_read(run, alone=len(runs) == 1) for run in runs]
+        if len({each.path.resolve() for each in logged}) < len(logged):
+            raise ValueError(f"a run is given twice: {', '.join(map(str, runs))}")
+        folder = logged[0].path.parent
+        page, words = render_curves(logged)
+        for text in words:
+            print(text)
+    output = output or folder / ("report.html" if len(runs) == 1 else "comparison.html")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page, encoding="utf-8")
+    print(f"{output}: open it in a browser")
 
 
 def _read(run: Path, alone: bool) -> Logged:

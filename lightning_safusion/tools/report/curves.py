@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,11 +30,7 @@ Line = tuple[str, np.ndarray, np.ndarray]  # name, float64 [N], float64 [N]
 
 
 def render_curves(runs: Sequence[Logged]) -> tuple[str, list[str]]:
-    """The page as HTML, and what it says in words.
-
-    Raises:
-        ModuleNotFoundError: If Jinja2 or matplotlib is missing; names the extra that brings them.
-    """
+    """The page as HTML, and what it says in words."""
     called = comparison.names([run.path for run in runs])
     results = comparison.shared(runs)
     words = list(comparison.sent_alone(runs[0], called[0])) if len(runs) == 1 else []
@@ -117,11 +112,3 @@ def plot_lines(
 
 def _short(text: str, letters: int = 28) -> str:
     return text if len(text) <= letters else f"…{text[1 - letters :]}"
-
-
-def write_curves(runs: Sequence[Logged], output: Path) -> list[str]:
-    """Writes the page; returns what it says in words."""
-    page, words = render_curves(runs)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page, encoding="utf-8")
-    return words

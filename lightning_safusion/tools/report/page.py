@@ -24,15 +24,13 @@ from lightning_safusion.metrics.history import TensorRow, worst_first
 from lightning_safusion.profiling import pictures
 from lightning_safusion.profiling.figures import PARTS, RankFigures, StepFigures
 from lightning_safusion.profiling.overlap_file import FILE as OVERLAP
-from lightning_safusion.profiling.overlap_file import Overlap, read_file
+from lightning_safusion.profiling.overlap_file import Overlap, load_overlap, read_file
 from lightning_safusion.profiling.timeline import from_row
 from lightning_safusion.tools.report.advice import advise
 from lightning_safusion.tools.report.render import is_known, milliseconds, render, share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
-
-FILE = "report.html"
 
 _MISSING = "missing_rate.json"
 #: Ranks that :func:`breakdown` draws.
@@ -75,18 +73,9 @@ def find_overlap(folder: Path) -> Path | None:
 
 
 def load_run(folder: Path) -> Run:
-    """Reads a run directory, or the logger's directory that has it as ``safusion``.
-
-    Raises:
-        ValueError: If there is no ``overlap.json``, or a file is damaged; the message names the file and the entry.
-    """
+    """Reads a run directory, or the logger's directory that has it as ``safusion``; raises as :func:`load_overlap`."""
     folder = find_overlap(folder) or folder
-    overlap = read_file(folder / OVERLAP, Overlap.from_dict)
-    if overlap is None:
-        raise ValueError(
-            f"no {OVERLAP} in {folder}: train with Trainer(callbacks=[OverlapProfiler()]), which writes it at the "
-            "end of a fit, to safusion/ in the logger's directory or to its dirpath"
-        )
+    overlap = load_overlap(folder)
     recorded = datetime.fromtimestamp((folder / OVERLAP).stat().st_mtime, timezone.utc)
     missing = read_file(folder / _MISSING, Missing.from_dict)
     if missing is not None and missing.run != overlap.run:
@@ -95,11 +84,7 @@ def load_run(folder: Path) -> Run:
 
 
 def render_page(run: Run) -> str:
-    """The page as HTML.
-
-    Raises:
-        ModuleNotFoundError: If Jinja2 or matplotlib is missing; names the extra that brings them.
-    """
+    """The page as HTML."""
     overlap = run.overlap
     tensors = () if run.missing is None else run.missing.tensors
     worst = worst_first(tensors)
@@ -204,17 +189,3 @@ def plot_times(steps: Mapping[int, StepFigures]) -> Figure | SubFigure:
     axes.grid(alpha=0.3)
     axes.figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
     return axes.figure
-
-
-def write_report(run_dir: Path, output: Path | None = None) -> Path:
-    """Writes the :func:`report` of a run and returns its path.
-
-    Raises:
-        ModuleNotFoundError: If Jinja2 or matplotlib is missing; names the extra that brings them.
-        ValueError: If the directory has no ``overlap.json``, or one of its files is damaged.
-    """
-    run = load_run(run_dir)
-    output = run.folder / FILE if output is None else output
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(render_page(run), encoding="utf-8")
-    return output

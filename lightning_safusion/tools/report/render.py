@@ -48,11 +48,7 @@ def picture(draw: Callable[..., Figure | SubFigure], *args: Any) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page as HTML.
-
-    Args:
-        template: Its name in ``templates``.
-        values: What the template shows.
+    """A page as HTML, of a file in ``templates`` and the values that it shows.
 
     Raises:
         ModuleNotFoundError: If Jinja2 or matplotlib is missing; names the extra that brings them.

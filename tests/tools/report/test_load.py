@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_safusion.fusion.plans.plan import Plan
-from lightning_safusion.tools.report import load_run
+from lightning_safusion.tools.report.page import load_run
 from tests.tools.report.runs import DECISIONS, NASTY, RUN, SLOW, WORKERS, missing, overlap, step, write_run
 
 

@@ -15,8 +15,7 @@ from matplotlib import rcParams
 import safusion_command as cli
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.profiling import plot_step
-from lightning_safusion.tools.report import load_run, render_page
-from lightning_safusion.tools.report.page import reviews
+from lightning_safusion.tools.report.page import load_run, render_page, reviews
 from lightning_safusion.tools.report.render import picture
 from tests.tools.report.document import Document
 from tests.tools.report.runs import NASTY, missing, overlap, step, write_run
