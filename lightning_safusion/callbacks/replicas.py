@@ -149,7 +149,7 @@ def _heal(trainer: Trainer, module: LightningModule) -> None:
     """Copies what rank 0 has to all ranks. Collective."""
     device, params = trainer.strategy.root_device, managed(module)
     for _, tensor in [*params, *_buffers(module)]:
-        _copy_first(tensor, device)
+        tensor.copy_(_received(tensor, 0, device))
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             continue
@@ -161,11 +161,12 @@ def _heal(trainer: Trainer, module: LightningModule) -> None:
 
 
 def _outline(state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state, with shape, dtype and device type in the place of each tensor."""
     return {key: _traits(value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 class _Outline(NamedTuple):
+    """Stands for a tensor in the state that rank 0 sends."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
@@ -187,25 +188,22 @@ def _follow(optimizer: Optimizer, param: Tensor, outline: dict[str, Any], device
             if not isinstance(own, Tensor) or _traits(own) != value:
                 place = param.device if value.device == param.device.type else torch.device(value.device)
                 own = torch.empty(value.shape, dtype=value.dtype, device=place)
-            _copy_first(own, device)
+            own.copy_(_received(own, 0, device))
         state[key] = own if isinstance(value, _Outline) else value
     optimizer.state[param] = state
 
 
-def _copy_first(tensor: Tensor, device: torch.device) -> None:
-    """Copies a tensor of rank 0, bit for bit, into that of all ranks. Collective."""
-    flat = flat_reals(tensor)
+def _received(mine: Tensor, source: int, device: torch.device) -> Tensor:
+    """What another rank has in the place of a tensor, bit for bit. Collective."""
+    flat = flat_reals(mine)
     sent = flat.view(torch.uint8).to(device, copy=True)  # bytes: not every backend sends every dtype
     if len(sent):
-        dist.broadcast(sent, src=0)
-        reals = sent.view(flat.dtype).to(tensor.device)
-        # complex elements are pairs of reals
-        whole = torch.view_as_complex(reals.view(-1, 2)) if tensor.is_complex() else reals
-        tensor.copy_(whole.view(tensor.shape))
+        dist.broadcast(sent, src=source)
+    reals = sent.view(flat.dtype).to(mine.device)
+    return (torch.view_as_complex(reals.view(-1, 2)) if mine.is_complex() else reals).view(mine.shape)
 
 
 def _state(owner: str, state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors and numbers of a parameter's state."""
     for key, value in state.items():
         if isinstance(value, Tensor):
             yield f"{key} {owner}", value
@@ -299,11 +297,8 @@ def _distance(difference: Difference, mine: Tensor | None, device: torch.device)
     """Largest absolute difference from the common version, over all ranks; None if they cannot be compared."""
     if not difference.comparable or mine is None:
         return None
-    sent = flat_reals(mine).view(torch.uint8).to(device, copy=True)  # bytes: not every backend sends every dtype
-    dist.broadcast(sent, src=difference.others[0])
-    flat = sent.view(mine.dtype).to(mine.device)
     distances: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(distances, largest_difference(mine.detach().reshape(-1), flat))
+    dist.all_gather_object(distances, largest_difference(mine, _received(mine, difference.others[0], device)))
     return float("nan") if any(value != value for value in distances) else max(distances)
 
 

@@ -24,36 +24,22 @@ _SHORTER = 0.95  # of the default's time: a row that takes less is named
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the first worker.
-
-    Args:
-        loss: Of its batch.
-        seconds: From its batch to the end of the optimizer.
-        bytes_sent: By its connections; 0 where the kernel does not say.
-        missing: Share of the gradient tensors of which nothing was sent.
-    """
+    """One step of the first worker."""
 
     loss: float
-    seconds: float
-    bytes_sent: float
-    missing: float
+    seconds: float  # from its batch to the end of the optimizer
+    bytes_sent: float  # by its connections; 0 where the kernel does not say
+    missing: float  # share of the gradient tensors of which nothing was sent
 
 
 @dataclass
 class History:
-    """All that one row has reported.
-
-    Args:
-        system: The row.
-        title: What the table calls it.
-        steps: In order.
-        accuracies: On the validation images after each epoch; all epochs have as many steps.
-    """
+    """All that one row has reported."""
 
     system: str
-    title: str
+    title: str  # in the table
     steps: list[Step] = field(default_factory=list)
-    accuracies: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)  # after each epoch; all epochs have as many steps
 
     def usual(self, figure: str) -> float:
         """Median of a figure over the second half of the steps: the first ones of some systems send more."""
@@ -82,15 +68,10 @@ class History:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows beside each other.
+    """Rows beside each other."""
 
-    Args:
-        histories: Of the rows, one or more.
-        images: That each accuracy counts.
-    """
-
-    histories: Sequence[History]
-    images: int
+    histories: Sequence[History]  # one or more
+    images: int  # that each accuracy counts
 
     @property
     def baseline(self) -> History:

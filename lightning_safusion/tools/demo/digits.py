@@ -46,12 +46,6 @@ def digits_loaders(seed: int, batch_size: int, workers: int, rank: int) -> Loade
 
     Training batches depend on the seed, the epoch and the worker only; left-over images are dropped. Every worker
     validates on the whole held-out set, so that the accuracy counts each image once for any number of workers.
-
-    Args:
-        seed: Of the split and of the shuffling.
-        batch_size: Images per worker and step.
-        workers: That share the training images.
-        rank: Of the worker.
     """
     training, validation = load_digits(seed)
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(

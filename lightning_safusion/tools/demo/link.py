@@ -24,10 +24,7 @@ class Paced(Callback):
     """Limits what each connection of this process sends, those between workers among them.
 
     A worker has one exchange under way at a time, so that two workers exchange as over a link of this rate, in both
-    directions at once. Bytes of headers do not count.
-
-    Args:
-        rate: Bytes per second.
+    directions at once. The rate is in bytes per second; those of headers do not count.
     """
 
     def __init__(self, rate: float) -> None:
@@ -76,12 +73,9 @@ def _connections() -> Iterator[socket.socket]:
 
 
 def paced_rate(rate: float) -> float:
-    """Bytes per second that a paced connection of this machine takes in truth.
+    """Bytes per second that a connection of this machine takes if it is paced to a rate.
 
     A kernel may lack pacing (gVisor's does). Takes a third of a second where it has it.
-
-    Args:
-        rate: Bytes per second that are asked for.
     """
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         _pace(sender, rate)

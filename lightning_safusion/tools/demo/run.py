@@ -32,6 +32,7 @@ from lightning_safusion.tools.demo.link import Paced, paced_rate, sent_bytes
 from lightning_safusion.tools.plan.cluster import resolve_link
 from lightning_safusion.tools.team import Place, make_trainer, started
 
+_LEARNING_RATE = 2e-3
 _UNPACED = 1.5  # times the rate that was asked for: the kernel does not pace; so many times less: it need not
 
 #: Rows, and what the table calls them.
@@ -47,7 +48,7 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of :func:`run_demo`; images per worker and step, channels of the network's stages, learning rate.
+    """Arguments of :func:`run_demo`; images per worker and step, channels of the network's stages.
 
     Raises:
         ValueError: If a value cannot be used; names it, and what to give instead.
@@ -61,7 +62,6 @@ class Settings:
     seed: int = 0
     batch_size: int = 24
     widths: tuple[int, ...] = WIDTHS
-    lr: float = 2e-3
 
     def __post_init__(self) -> None:
         if self.density is not None and not 0 < self.density <= 1:
@@ -82,7 +82,7 @@ class Settings:
         return None if self.bandwidth is None else resolve_link(self.bandwidth).card_gbit * 1e9 / 8
 
     def loaders(self, rank: int) -> Loaders:
-        """Training and validation batches of one worker."""
+        """Those of one worker."""
         return digits_loaders(self.seed, self.batch_size, self.workers, rank)
 
     def strategy(self, system: str) -> SAFusionStrategy:
@@ -207,17 +207,13 @@ def _progress(console: Console) -> Progress:
 def _work(settings: Settings, system: str, steps: int, folder: Path, rank: int, pipe: Connection) -> None:
     seed_everything(settings.seed, workers=True, verbose=False)
     profiler = OverlapProfiler(dirpath=folder, progress_bar=False, table=False)
-    callbacks: list[Callback] = [
-        _Reporter(pipe),
-        profiler,
-        ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])),
-    ]
-    if settings.rate is not None:
-        callbacks.insert(0, Paced(settings.rate))
+    clock = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
+    paced = [] if settings.rate is None else [Paced(settings.rate)]
+    callbacks: list[Callback] = [*paced, _Reporter(pipe), profiler, clock]
     logger = CSVLogger(folder, name="", version="")
     options: dict[str, Any] = {"max_epochs": settings.epochs, "num_sanity_val_steps": 0, "log_every_n_steps": 10}
     trainer = make_trainer(settings.workers, settings.strategy(system), callbacks, logger=logger, **options)
-    adamw = partial(torch.optim.AdamW, lr=settings.lr)
+    adamw = partial(torch.optim.AdamW, lr=_LEARNING_RATE)
     trainer.fit(DigitsNet(settings.widths, adamw, steps), *settings.loaders(rank))
 
 

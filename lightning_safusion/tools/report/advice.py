@@ -51,12 +51,7 @@ class Prediction:
 
 
 def advise(overlap: Overlap, missing_rate: float | None = None) -> list[Advice]:
-    """Remarks on a run, warnings first.
-
-    Args:
-        overlap: Its times, plan and costs.
-        missing_rate: Share of the gradient tensors of which no element was sent; None if that was not sampled.
-    """
+    """Remarks on a run, warnings first; ``missing_rate`` is None if it was not sampled."""
     mean, plan, costs = overlap.ranks.mean, overlap.plan, overlap.costs
     if overlap.plain_ddp is not None:
         return [Advice("good", f"Plain DDP exchanges the gradients: {overlap.plain_ddp}.")]

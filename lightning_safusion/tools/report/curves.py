@@ -88,13 +88,9 @@ def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def plot_lines(
     lines: Sequence[Line], called: Sequence[str], axis: str, label: str, whole: float = 0.0
 ) -> Figure | SubFigure:
-    """Draws curves of several runs.
+    """Draws curves of runs; ``called``, those of the page, have the same colours in all its pictures.
 
-    Args:
-        lines: Name of the run, and its points.
-        called: Names of all runs of the page, which have the same colours in all its pictures.
-        axis, label: Of the axes.
-        whole: A level that is marked as that of whole gradients; 0 for none.
+    ``whole`` is a level that is marked as that of whole gradients; 0 for none.
     """
     axes = new_axes(3.4, 5.4)
     for name, x, y in lines:

@@ -35,15 +35,10 @@ class Curve:
 
 @dataclass(frozen=True, eq=False)
 class Logged:
-    """What a training has logged.
+    """What a training has logged."""
 
-    Args:
-        path: The file.
-        curves: By column, without those that are empty or hold text.
-    """
-
-    path: Path
-    curves: Mapping[str, Curve]
+    path: Path  # of the file
+    curves: Mapping[str, Curve]  # by column, without those that are empty or hold text
 
     @property
     def results(self) -> list[str]:
@@ -121,11 +116,7 @@ def find_metrics(run: Path) -> Path | None:
 
 
 def read_metrics(path: Path) -> Logged:
-    """Reads the file.
-
-    Raises:
-        ValueError: If it is not of CSVLogger, is damaged, or has fewer than two rows; names the path and what to do.
-    """
+    """Reads the file; a ValueError says what is wrong with it, and what to do."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
