@@ -10,9 +10,8 @@ from __future__ import annotations
 import csv
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,10 +21,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_safusion import Aligned, SAFusionStrategy, Segments, Selection, TopK
+from lightning_safusion import Aligned, SAFusionStrategy
 from lightning_safusion.callbacks import OverlapProfiler
-from lightning_safusion.comm.transport.interface import Transport, Work
-from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.fusion.events import Clock
 from lightning_safusion.profiling import StepFigures, load_timeline, merge_timelines
 from lightning_safusion.profiling.timeline import StepTimeline
@@ -33,7 +30,7 @@ from tests.callbacks.test_missing_rate import Unfreezes
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 from tests.quick import quick_of
-from tests.simulated import SimulatedTime
+from tests.simulated import TIME, Sleep, SlowTopK, slow_messages
 
 SPARSE: dict[str, Any] = {"collective": "allgather", "fusion": "wfbp"}
 
@@ -48,60 +45,14 @@ def fit(profiler: OverlapProfiler, model: LightningModule | None = None, **optio
 
 # a schedule of sleeps
 
-FORWARD, BACKWARD, SELECT, EXCHANGE, OPTIMIZER, LOAD = 0.04, 0.06, 0.03, 0.1, 0.08, 0.06
+FORWARD, BACKWARD, SELECT, EXCHANGE, OPTIMIZER, LOAD = 0.04, 0.06, SlowTopK.seconds, 0.1, 0.08, 0.06
 
 
-TIME = SimulatedTime()
-SLEPT: list[tuple[str, float, float]] = []
-
-
-def sleep(seconds: float, what: str) -> None:
-    """Records how long it has taken."""
-    begin = time.perf_counter()
-    time.sleep(max(0.0, seconds))
-    SLEPT.append((what, begin, time.perf_counter()))
-
-
-class Sleep(torch.autograd.Function):
-    """Takes a known time in both directions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        sleep(FORWARD, "forward_s")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        sleep(BACKWARD, "backward_s")
-        return grads[0]
-
-
-class Asleep(nn.Module):
+class Asleep(nn.Linear):
     """A layer whose gradients are ready after its sleep."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Sleep.apply(self.linear(x))
-        return y
-
-
-class AsleepModel(TinyClassifier):
-    """Three such layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(Asleep(), Asleep(), Asleep())
-        del self.temperature
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.net(x)
-        return y
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return AsleepSGD(self.parameters(), 0.1)
+        return Sleep.apply(super().forward(x), FORWARD, BACKWARD)
 
 
 class AsleepSGD(torch.optim.SGD):
@@ -109,44 +60,8 @@ class AsleepSGD(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
-        sleep(OPTIMIZER, "optimizer_s")
+        TIME.sleep(OPTIMIZER)
         return loss
-
-
-class AsleepTopK(TopK):
-    """Takes a known time."""
-
-    def select(self, x: Tensor, segments: Segments, step: int) -> Selection:
-        sleep(SELECT, "select_s")
-        return super().select(x, segments, step)
-
-
-class DelayedWork:
-    """A collective that ends a known time after its start."""
-
-    def __init__(self, work: Work) -> None:
-        self.work, self.end = work, time.perf_counter() + EXCHANGE
-
-    def wait(self) -> None:
-        self.work.wait()
-        sleep(self.end - time.perf_counter(), "exposed_s")
-
-    def on_done(self, callback: Callable[[float], None]) -> None:
-        callback(self.end)
-
-
-class DelayedTransport(TorchTransport):
-    """Its all-gathers take a known time."""
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return DelayedWork(super().all_gather(output, tensor))
-
-
-class DelayedStrategy(SAFusionStrategy):
-    """Exchanges over it."""
-
-    def _make_transport(self, model: nn.Module) -> Transport:
-        return DelayedTransport()
 
 
 class SlowLoader(DataLoader[Any]):
@@ -154,25 +69,22 @@ class SlowLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
-            sleep(LOAD, "data_s")
+            TIME.sleep(LOAD)
             yield batch
 
 
-def asleep(folder: Path) -> OverlapProfiler:
-    """Trains by the schedule."""
-    profiler = OverlapProfiler(9, 6, folder, table=False)
-    options: dict[str, Any] = {"compressor": AsleepTopK(), "collective": "allgather", "density": 0.5, "dense_below": 0}
-    options["wire"] = "auto"  # takes least beside the sleeps
-    fitted = trainer(DelayedStrategy(fusion=Aligned(2), **options), callbacks=[profiler], max_steps=9)
-    fitted.fit(AsleepModel(), SlowLoader(classification().dataset, batch_size=16))
-    return profiler
-
-
-def test_times_agree_with_a_simulated_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_agree_with_a_schedule_of_sleeps(tmp_path: Path) -> None:
     def run(rank: int) -> Any:
-        simulated = SimpleNamespace(perf_counter=TIME.rule(monkeypatch).now, sleep=TIME.sleep)
-        monkeypatch.setattr("tests.callbacks.test_overlap.time", simulated)
-        step = asleep(tmp_path).steps[-1]
+        slow_messages(lambda: TIME.now() + EXCHANGE)
+        profiler = OverlapProfiler(9, 6, tmp_path, table=False)
+        options: dict[str, Any] = {"compressor": SlowTopK(), "density": 0.5, "dense_below": 0}
+        strategy = SAFusionStrategy(fusion=Aligned(2), collective="allgather", **options)
+        model = TinyClassifier(make=lambda params: AsleepSGD(params, 0.1))
+        model.net = nn.Sequential(*(Asleep(32, 32) for _ in range(3)))
+        model.temperature.requires_grad_(False)
+        fitted = trainer(strategy, callbacks=[profiler], max_steps=9)
+        fitted.fit(model, SlowLoader(classification().dataset, batch_size=16))
+        step = profiler.steps[-1]
         origin = step.spans("backward")[0][0]
         return StepFigures.of(step).as_dict(), [
             [round(moment - origin, 6) for span in (b.select, b.exchange, b.exposed) for moment in span]
@@ -202,29 +114,6 @@ def test_times_agree_with_a_simulated_schedule(tmp_path: Path, monkeypatch: pyte
                 "step_s": LOAD + 3 * FORWARD + 3 * BACKWARD + 3 * SELECT + 0.1 + OPTIMIZER,
             }
         )
-
-
-@pytest.mark.slow
-def test_times_agree_with_real_sleeps(tmp_path: Path) -> None:
-    def run(rank: int) -> dict[str, tuple[float, float]]:
-        pairs: dict[str, list[tuple[float, float]]] = {}
-        for step in asleep(tmp_path).steps:
-            figures = StepFigures.of(step).as_dict()
-            for key in ("data_s", "forward_s", "backward_s", "select_s", "exposed_s", "optimizer_s"):
-                slept = [end - begin for what, begin, end in SLEPT if what == key and step.begin < end < step.end]
-                pairs.setdefault(key, []).append((figures[key], sum(slept)))
-            for buffer in step.buffers:
-                begin, end = buffer.exchange
-                pairs.setdefault("exchange of a buffer", []).append((end - begin, EXCHANGE))
-        # other programs can make the time between the sleeps longer in some steps; an error would be in all
-        return {key: min(values, key=lambda pair: abs(pair[0] - pair[1])) for key, values in pairs.items()}
-
-    for pairs in run_launched(2, run):
-        assert {key: measured for key, (measured, _) in pairs.items()} == {
-            # half of the shortest sleep: everything else in a step takes less on a slow machine
-            key: pytest.approx(slept, abs=SELECT / 2)
-            for key, (_, slept) in pairs.items()
-        }
 
 
 # keys, files and tables

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_safusion import ConstantDensity, SAFusionStrategy, Segments, Selection, TopK
+from lightning_safusion import ConstantDensity, SAFusionStrategy
 from lightning_safusion.callbacks import TraceRecorder
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.fusion import build
@@ -20,22 +19,9 @@ from lightning_safusion.tools.plan.report import run_plan
 from lightning_safusion.tools.plan.traces import resolve_trace
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
-from tests.simulated import SimulatedTime
+from tests.simulated import TIME, Sleep, SlowTopK
 
-FORWARD, BACKWARD, SELECT = 0.02, 0.03, 0.05
-TIME = SimulatedTime()
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        TIME.sleep(FORWARD)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        TIME.sleep(BACKWARD)
-        return grads[0]
+FORWARD, BACKWARD = 0.02, 0.03
 
 
 class SleepyClassifier(TinyClassifier):
@@ -46,15 +32,7 @@ class SleepyClassifier(TinyClassifier):
         self.net = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 10))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net[2](_Sleep.apply(self.net[0](x)).relu()) * self.temperature
-
-
-class SlowTopK(TopK):
-    """A selection that takes a known time."""
-
-    def select(self, flat: Tensor, segments: Segments, *args: Any, **kwargs: Any) -> Selection:
-        TIME.sleep(SELECT)
-        return super().select(flat, segments, *args, **kwargs)
+        return self.net[2](Sleep.apply(self.net[0](x), FORWARD, BACKWARD).relu()) * self.temperature
 
 
 def record(path: Path, **options: Any) -> Trace | None:

@@ -8,7 +8,6 @@ Covers: sizes follow from a bad start with every policy that counts tensors; key
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from lightning_safusion import Aligned, Cadence, SAFusionStrategy
 from lightning_safusion.callbacks import BufferSizeTuner
 from lightning_safusion.callbacks.tuner import describe
-from lightning_safusion.comm.transport.interface import Work
-from lightning_safusion.comm.transport.torch_backend import TorchTransport
-from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.events import Clock
 from lightning_safusion.fusion.plans.adaptive import Tuned
 from lightning_safusion.fusion.replan import Decision
 from tests.integration.test_history import Lines
 from tests.models import TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 from tests.quick import quick_of
-from tests.simulated import SimulatedTime
-
-TIME = SimulatedTime()
+from tests.simulated import TIME, slow_messages
 
 
 class Deep(TinyClassifier):
@@ -60,7 +53,6 @@ class Seen(Callback):
     def __init__(self) -> None:
         self.plans: list[list[int]] = []
         self.elements: list[int] = []  # of each buffer at the end
-        self.told: list[Decision] = []  # by the strategy, at the end
         self.decisions: list[Decision] = []  # of the tuner
         self.lines: list[str] = []
 
@@ -71,7 +63,6 @@ class Seen(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self.plans.append(trainer.strategy.figures()["plan"])
-        self.told = list(trainer.strategy.decisions)
         costs, numels = trainer.strategy.costs, 0
         self.elements = []
         for count in self.plans[-1] if costs is not None else []:
@@ -79,47 +70,28 @@ class Seen(Callback):
             numels += count
 
 
-def fit(tuner: BufferSizeTuner | None, *more: Callback, model: LightningModule | None = None, **options: Any) -> Seen:
+def fit(tuner: BufferSizeTuner, *more: Callback, model: LightningModule | None = None, **options: Any) -> Seen:
     """Trains, and returns what this rank has recorded."""
     system = {"process_group_backend": "gloo", "fusion": Aligned(1), "collective": "allgather"}
     chosen = SAFusionStrategy(**(system | options.pop("strategy", {})))
     path = options.pop("ckpt_path", None)
     seen, said = Seen(), Lines()
-    callbacks = [*more, *([tuner] if tuner is not None else []), seen]
-    fitting = trainer(chosen, callbacks=callbacks, **({"limit_train_batches": 20} | options))
+    fitting = trainer(chosen, callbacks=[*more, tuner, seen], **({"limit_train_batches": 20} | options))
     fitting.fit(model or Deep(), classification(), ckpt_path=path)
     seen.lines = [line for line in said.lines if "BufferSizeTuner" in line]
-    seen.decisions = tuner.decisions if tuner is not None else []
+    seen.decisions = tuner.decisions
     return seen
 
 
-class Delayed:
-    """A collective over a slow link: it ends a while after it began, or after the one before it."""
+def slow_link(seconds: float = 0.008) -> None:
+    """A message costs this much after the one before it, and nothing else takes time."""
+    ends = [0.0]
 
-    free = 0.0  # when the link is
+    def end() -> float:
+        ends.append(max(ends[-1], TIME.now()) + seconds)
+        return ends[-1]
 
-    def __init__(self, work: Work, seconds: float) -> None:
-        self._work = work
-        self._end = Delayed.free = max(Delayed.free, TIME.now()) + seconds
-
-    def wait(self) -> None:
-        self._work.wait()
-        TIME.sleep(self._end - TIME.now())
-
-    def on_done(self, callback: Callable[[float], None]) -> None:
-        callback(self._end)
-
-
-def slow_messages(seconds: float) -> None:
-    """Every all-gather of this process costs this much, and nothing else takes time."""
-    # this process is forked for one training
-    Clock.mark = staticmethod(TIME.now)  # type: ignore[method-assign]
-    gather = TorchTransport.all_gather
-
-    def slow(self: TorchTransport, output: Tensor, tensor: Tensor) -> Work:
-        return Delayed(gather(self, output, tensor), seconds)
-
-    TorchTransport.all_gather = slow  # type: ignore[method-assign]  # the network's pace is what is varied
+    slow_messages(end)
 
 
 def quick(**options: Any) -> BufferSizeTuner:
@@ -131,7 +103,7 @@ def quick(**options: Any) -> BufferSizeTuner:
 @pytest.mark.parametrize("system", quick_of(("saf-inter", "behind"), ("saf-inter",)))
 def test_one_buffer_per_tensor_is_left_where_messages_are_slow(system: str, tmp_path: Path) -> None:
     def run(rank: int) -> Seen:
-        slow_messages(0.008)
+        slow_link()
         loggers = [CSVLogger(tmp_path, name=name, version=0) for name in "ab"]
         return fit(quick(), strategy={"system": system}, logger=loggers, log_every_n_steps=1)
 
@@ -156,39 +128,9 @@ def test_one_buffer_per_tensor_is_left_where_messages_are_slow(system: str, tmp_
         assert {"safusion/predicted_gain", "safusion/window_s"} <= rows[0].keys()
 
 
-@pytest.mark.slow
-def test_a_gain_that_does_not_come_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    drain = Engine.drain
-
-    def run(rank: int) -> Seen:
-        slow_messages(0.008)
-        return fit(quick())
-
-    def slow(self: Engine) -> None:  # plans other than one buffer per tensor cost more than the planner can predict
-        if self._window is not None and len(self._window.shipments) < 17:
-            TIME.sleep(0.8)
-        drain(self)
-
-    monkeypatch.setattr(Engine, "drain", slow)
-    seen = run_launched(2, run)
-    assert seen[0].decisions == seen[1].decisions
-    assert seen[0].actions == ["switch", "revert", "stay", "stay"]
-    assert len(seen[0].plans[-1]) == 17
-    assert "back to 17 buffers" in seen[0].lines[1]
-
-
-def test_adaptive_decides_in_the_same_way_without_it() -> None:
-    def run(rank: int) -> Seen:
-        return fit(None, strategy={"fusion": "adaptive"})
-
-    seen = run_launched(2, run)
-    assert seen[0].told == seen[1].told
-    assert {decision.window for decision in seen[0].told} >= {5}
-
-
 def test_bounds_and_freeze_are_kept() -> None:
     def run(rank: int) -> Seen:
-        slow_messages(0.008)
+        slow_link()
         return fit(quick(max_elements=2200, freeze_after=8))
 
     seen = run_launched(2, run)[0]
@@ -202,7 +144,7 @@ def test_bounds_and_freeze_are_kept() -> None:
 @pytest.mark.parametrize("steps", quick_of((7, 12), (7,)))  # in the middle of a trial, and after it
 def test_a_resumed_training_continues_its_trial(tmp_path: Path, steps: int) -> None:
     def run(rank: int) -> tuple[Seen, Seen]:
-        slow_messages(0.008)
+        slow_link()
         saving = ModelCheckpoint(tmp_path, filename="saved", every_n_train_steps=steps)
         first = fit(quick(freeze_after=5), saving, limit_train_batches=steps, enable_checkpointing=True)
         path = str(tmp_path / "saved.ckpt")
