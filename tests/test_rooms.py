@@ -16,8 +16,7 @@ ROOT = Path(lightning_safusion.__file__).parent
 ENGINE = {
     f"lightning_safusion.fusion.{name}"
     for name in (
-        "engine", "backward", "gradients", "shipment", "window", "buffers", "ending", "launching", "hook",
-        "space", "build",
+        "engine", "gradients", "shipment", "window", "buffers", "ending", "launching", "hook", "space", "build",
     )
 }  # fmt: skip
 

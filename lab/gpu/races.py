@@ -134,7 +134,7 @@ def _trained(place: Device, how: str, windows: int) -> list[Tensor]:
     replaced: Any = patch.object(launch, "launch", launches.get(how, plain))
     with replaced:
         for step in range(windows):
-            job.engine.finish()  # an abandoned window may still write
+            job.engine.ending.finish()  # an abandoned window may still write
             with beside(place, late):
                 for grad, part in zip(job.grads, sets[step % _SETS].split([s.numel for s in specs]), strict=True):
                     grad.copy_(part)

@@ -14,16 +14,14 @@ from torch.optim import Optimizer
 
 from lab.virtual.transport import local_transports
 from lightning_safusion.comm.collectives.multiphase import MultiPhaseExchange
-from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.build import JobTraits, build_engine
-from lightning_safusion.fusion.ending.base import Outcome
 from lightning_safusion.fusion.ending.device import DeviceEnding
 from lightning_safusion.fusion.engine import Engine
-from lightning_safusion.fusion.fused import FusedPath
 from lightning_safusion.fusion.lanes import Lane
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.fusion.window import Outcome, Window
 from lightning_safusion.integration.momentum import MomentumSwitch
 from lightning_safusion.integration.optimizer import fit_to_optimizers, suited
 from lightning_safusion.metrics.figures import TensorFigures, window_figures
@@ -103,23 +101,22 @@ class _LateEnding(DeviceEnding):
     """Decodes at the end of a window, when all workers have sent: one thread serves all of them, on one stream.
 
     Args:
-        device: Where gradients live.
-        fused: The kernels of the engine.
+        engine: Whose windows it ends.
     """
 
-    def __init__(self, device: torch.device, fused: FusedPath) -> None:
-        super().__init__(device, fused)
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.space, engine.transport, engine.fused)
         self._lane = self._arrivals = self._phases = Lane(_CPU)  # no streams: all work is in the order of the caller's
         self._late: list[Shipment] = []
 
     def launched(self, shipment: Shipment) -> None:
         self._late.append(shipment)
 
-    def run(self, backward: BackwardPass, shipments: Sequence[Shipment], notices: int) -> Outcome:
+    def run(self, window: Window, shipments: Sequence[Shipment]) -> Outcome:
         late, self._late = self._late, []
         for shipment in late:
             super().launched(shipment)
-        return super().run(backward, shipments, notices)
+        return super().run(window, shipments)
 
 
 class Engines(Averager):
@@ -167,7 +164,7 @@ class Engines(Averager):
             )
         )
         for engine in self.by_worker if deferred else ():
-            engine.launching.lane, engine._endings[-1] = Lane(_CPU), _LateEnding(device, engine.fused)
+            engine.launching.lane, engine.ending = Lane(_CPU), _LateEnding(engine)
 
     def average(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         ranks, first = range(len(gradients)), self.by_worker[0]

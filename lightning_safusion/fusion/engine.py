@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from time import perf_counter
-from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.transport.interface import DamagedMessageError
-from lightning_safusion.fusion.backward import BackwardPass
-from lightning_safusion.fusion.ending.base import Ending, Outcome
 from lightning_safusion.fusion.ending.device import DeviceEnding
 from lightning_safusion.fusion.ending.host import HostEnding
 from lightning_safusion.fusion.ending.overflow import OverflowGuard
@@ -22,25 +18,17 @@ from lightning_safusion.fusion.launching.planned import Launching
 from lightning_safusion.fusion.opening import FirstWindows
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.record import WindowRecord
-from lightning_safusion.fusion.window import Notices, Window
+from lightning_safusion.fusion.window import Notices, Outcome, Window
 from lightning_safusion.kernels import cpu as native
-from lightning_safusion.sparsify.schedule import ConstantDensity, DensitySchedule, Opening
+from lightning_safusion.sparsify.schedule import DensitySchedule, Opening
 
 # The end of a collective is recorded by a callback on the backend's thread, which stops the backward's for the
 # interpreter's lock: in every window at first, then in one of 16 and whenever the planner needs it.
 _TIMED_WINDOWS, _TIMED_EVERY = 64, 16
-# Windows after one with a gradient that is not finite in which the next such window is expected.
-_WARY_WINDOWS = 100
-_COUNTERS = ("windows", "epoch")
 
 
 class Engine:
     """What outlives a window: :meth:`push` every gradient of one, then :meth:`drain`.
-
-    A gradient that completes a buffer makes a :class:`Shipment`: the gradients are added to the residual and elements
-    are selected from the sum (``fill``), written (``pack``) and sent (``launch``). :meth:`drain` waits for the messages
-    of all ranks, writes the means into the gradients (``decode``) and takes what was sent out of the residual
-    (``commit``). :class:`Window` calls them.
 
     Every rank must push the same tensors in the same order (DDP's bucket order does), which makes every decision here
     the same on all ranks: nothing depends on a local count or clock.
@@ -74,28 +62,22 @@ class Engine:
         self.order_known = False  #: the layout has the order in which gradients arrive
         self.steps = OptimizerSteps(len(self.space.layout))
         self.between = True  #: no window is open, and the last one has ended: exchanges have equal states on all ranks
-        self._constant = density if isinstance(density, ConstantDensity) else None
         self._unobserved: WindowRecord | None = None  # its times are not known yet
         self._timed: WindowEvents | None = None  # of the latest window that recorded everything
         self._followed: Plan | None = None  # the space has no buffers but those of this plan
         self._order: list[int] | None = None  # to be adopted before the next window
-        self._undecided = Undecided(self.space)
-        self._wary_until = 0  # number of the window
+        self._overflow = OverflowGuard(self.space, self.transport)
+        self._undecided = Undecided(self.space, self.steps, self._overflow)
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
         self._window: Window | None = None
         self._forgotten: Window | None = None  # whose later phases some ranks have launched, and others have not
-        self._host = HostEnding(self.space, self.transport, self.fused)
-        self._endings: list[Ending] = [self._host]  # the last one where the host need not decide
-        if deferred:
-            self._endings.append(DeviceEnding(self.space.device, self.fused))
-        self._overflow = OverflowGuard(self.space, self.transport)
+        ending = DeviceEnding if deferred else HostEnding
+        self.ending: HostEnding = ending(self.space, self.transport, self.fused)  #: of all windows
 
     # What a job tells it
 
     def bind(
-        self,
-        observers: list[Observer] | None = None,
-        loss_scale: Callable[[], Tensor | None] | None = None,
+        self, observers: list[Observer] | None = None, loss_scale: Callable[[], Tensor | None] | None = None
     ) -> None:
         """Who is told of every window, and where the factor of the loss is read; None leaves what it has."""
         self.observers = self.observers if observers is None else observers
@@ -105,35 +87,22 @@ class Engine:
         """How the first windows differ from later ones, where the density schedule opens.
 
         Args:
-            opening: Of the density.
             dense: The first window may be averaged as DDP does; if not, it never is again.
             rate: Share of the largest learning rate that the coming step has, in [0, 1].
         """
         self.first_windows.opening, self.first_windows.rate = opening, rate
         self.launching.dense_first &= dense
 
+    def begin_batch(self) -> None:
+        """A batch begins. After the first window DDP is about to make other buckets in place of its gradients."""
+        self.ending.finish()
+        if self.windows == 1 and self.record is not None:
+            self.record.drop_gradients()
+
     def begin_backward(self, epoch: int) -> None:
         """A backward pass begins, in an epoch."""
-        self.finish()
+        self.ending.finish()
         self.epoch = epoch
-
-    def counters(self) -> dict[str, Any]:
-        """What another engine of the same job goes on counting: for :meth:`resume`."""
-        counted = {name: getattr(self, name) for name in _COUNTERS}
-        return counted | vars(self.notices) | {"first_windows": self.first_windows.state_dict()}
-
-    def resume(self, counters: Mapping[str, Any]) -> None:
-        """Goes on counting where another engine of the same job has stopped."""
-        for name in _COUNTERS:
-            setattr(self, name, counters[name])
-        self.first_windows.load_state_dict(counters["first_windows"])
-        self.notices = Notices(counters["own"], counters["heard"])
-
-    def restart(self, windows: int) -> None:
-        """Forgets the order of the gradients, and goes on after so many windows."""
-        self.reset()
-        self.windows, self.order_known = windows, False
-        self.planner.invalidate(order_changed=True)
 
     # What it knows
 
@@ -153,14 +122,8 @@ class Engine:
     @property
     def next_density(self) -> float:
         """Density of the next window."""
-        density = self._scheduled
+        density = self.density(self.windows, self.epoch)
         return max(density, self.first_windows.density(self.windows)) if self.density.opens else density
-
-    @property
-    def _scheduled(self) -> float:
-        """The same without an opening."""
-        constant = self._constant
-        return constant.density if constant is not None else self.density(self.windows, self.epoch)
 
     @property
     def undecided(self) -> bool:
@@ -170,11 +133,11 @@ class Engine:
     @property
     def complete(self) -> bool:
         """Whether every tensor of the open window has been pushed."""
-        return self._window is not None and self._window.backward.complete
+        return self._window is not None and self._window.complete
 
     def missing(self) -> list[str]:
         """Names of the tensors that the open window still waits for; empty if none is open."""
-        grads = self._window.backward.grads if self._window is not None else []
+        grads = self._window.grads if self._window is not None else []
         return self.space.layout.names(place for place, grad in enumerate(grads) if grad is None)
 
     # A window
@@ -184,30 +147,21 @@ class Engine:
 
         Args:
             index: Registration index of its parameter.
-            grad: Flat gradient, any floating dtype; :meth:`drain` writes the mean over ranks into it.
-            fresh: Whether it was computed since the last window. A stale tensor sends nothing, and if it is stale on
-                all ranks it is left exactly as it is.
+            grad: Flat, of any floating dtype; :meth:`drain` writes the mean over ranks into it.
+            fresh: Computed since the last window. A tensor that is stale on all ranks is left exactly as it is.
         """
         since = perf_counter()
         window = self._window or self._begin()
         place = self.space.layout.places[index]
-        if window.backward.grads[place] is not None:
+        if window.grads[place] is not None:
             self.reset()  # the last backward never finished, and the model is trained on: a new window begins
             window = self._begin()
-        repeated = window.backward.repeats and fresh and bool(self.steps.unstepped[index])
+        repeated = window.repeats and fresh and bool(self.steps.unstepped[index])
         window.push(place, grad, fresh, repeated, since)
-        return window.backward.complete
-
-    def finish(self) -> None:
-        """The host waits for what a device still does for a window that was forgotten: it may write into gradients.
-
-        Called before a backward pass.
-        """
-        for ending in self._endings:
-            ending.finish()
+        return window.complete
 
     def _begin(self) -> Window:
-        self.finish()
+        self.ending.finish()
         if self._forgotten is not None:
             forgotten, self._forgotten = self._forgotten, None
             forgotten.launch_phases()
@@ -221,7 +175,11 @@ class Engine:
         if density != self.space.quotas.density:
             self.space.set_density(density)
             self.planner.invalidate()
-        self.planner.opening = self.density.opens and density > self._scheduled
+        self.planner.opening = self.density.opens and density > self.density(self.windows, self.epoch)
+        self._window = self._opened(density)
+        return self._window
+
+    def _opened(self, density: float) -> Window:
         plain = self.dense
         plan = self.planner.plan(self.space.shape) if self.order_known and not plain else None
         groups = () if plan is None else self.launching.begin(plan)
@@ -230,31 +188,28 @@ class Engine:
         surveyed = self.windows < _TIMED_WINDOWS or self.windows % _TIMED_EVERY == 0 or self.planner.wants_times
         scale = self.loss_scale() if self.loss_scale is not None else None
         repeats = bool(self.steps.unstepped.any())
-        wary = self.windows < self._wary_until
-        # a scaler waits for the device anyway, and a tensor whose gradient was thrown away needs the host
-        deferred = len(self._endings) > 1 and scale is None and not repeats and not wary
-        backward = BackwardPass(
-            len(self.space.layout.specs),
-            groups,
+        wary = self.windows < self._undecided.wary_until or scale is not None
+        return Window(
+            self.launching,
+            self.ending,
+            self.notices,
+            self.clock,
             self.windows,
             density,
-            self.clock,
+            groups,
             surveyed=surveyed,
             timed=surveyed or bool(self.observers),
             hold=not self.overlap,
-            deferred=deferred,
+            # a scaler waits for the device anyway, and a tensor whose gradient was thrown away needs the host
+            deferred=self.ending.defers and not repeats and not wary,
             repeats=repeats,
             plain=plain,
-            wary=wary or scale is not None,
+            wary=wary,
             # a copy: the scaler updates its factor in place
             scale=scale.detach().clone() if scale is not None else None,
         )
-        ending = self._endings[-1] if deferred and not plain else self._host
-        self._window = Window(backward, self.launching, ending, self.notices)
-        return self._window
 
     def _follow(self, plan: Plan) -> None:
-        """Makes room for the buffers of another plan."""
         self._followed = plan
         if not self.space.buffers.keys() >= {*plan.groups}:  # their sizes are others
             self._free_shared()
@@ -270,33 +225,32 @@ class Engine:
             RuntimeError: If a rank could not fill its message.
         """
         window = self._window
-        if window is None or not window.backward.complete:
+        if window is None or not window.complete:
             raise RuntimeError(f"drain needs a complete window; tensors not seen: {', '.join(self.missing()[:20])}")
         self._window = None
         try:
-            outcome, backward = window.end(), window.backward
+            outcome = window.end()
         except DamagedMessageError:
             self.reset()  # what exchanges have learned in it may differ between ranks
             raise
-        if outcome.notices:
+        if outcome.notices or not outcome.good:
             self._hear(outcome)
-        self.steps.exchanged(self._exchanged(backward))
+        self.steps.exchanged(window.exchanged)
         if not outcome.good:
             self.space.forget_counts()
-            self._undecided.outcome = outcome
-        backward.drained = backward.mark()
+        window.drained = window.mark()
         self.between = True
-        planned = self.order_known and backward.in_order and not backward.plain
-        self.record = WindowRecord(backward, window.shipments, self.space, self.clock, planned, self._timed)
+        planned = self.order_known and window.in_order and not window.plain
+        self.record = WindowRecord(window, outcome.shipments, self.space, planned, self._timed)
         at_end = self._reviews_at_end
         if at_end:
             self._observe(self.record)
         else:
             self._unobserved = self.record
-        if not backward.in_order and not (self._first and self.order_known):
-            self._order = backward.order
-            if outcome.good and not backward.deferred:
-                self._follow_order(backward.order)
+        if not window.in_order and not (self._first and self.order_known):
+            self._order = window.order
+            if outcome.good and not window.deferred:
+                self.adopt_order(window.order)
         self.order_known |= self.windows > 0 and not self._first
         self._first = False
         self.windows += 1
@@ -304,54 +258,34 @@ class Engine:
         if at_end:
             self.space.review_shares(self.windows - 1)
 
-    def drop_gradients(self) -> None:
-        """Drops the gradients of the first window: DDP is about to make other buckets, in place of theirs."""
-        if self.windows == 1 and self.record is not None:
-            self.record.drop_gradients()
-
     def settle(self) -> None:
         """Reads what the device decided of the last window, if the host does not know it yet.
 
         Raises:
             RuntimeError: If a rank could not fill its message, or some ranks had no gradient of a tensor.
         """
-        for ending in self._endings:
-            if (outcome := ending.read()) is not None:
-                if outcome.notices:
-                    self._hear(outcome)
-                if not outcome.good:
-                    self._undecided.outcome = outcome
-        if (undecided := self._undecided.outcome) is not None:
-            self._undecided.decide(self.steps.unstepped)
-            self.steps.stepped(self._exchanged(undecided.backward))
-            self._wary_until, self._overflow.pending = undecided.backward.step + _WARY_WINDOWS, True
-        if self._overflow.pending:
-            self._overflow.reset(together=False)
+        if (outcome := self.ending.read()) is not None:
+            self._hear(outcome)
+        if self._undecided.outcome is not None:
+            self._undecided.decide(self._undecided.outcome)
         record, self._unobserved = self._unobserved, None
         if record is not None:
             self._observe(record)
         if self._order is not None:
-            self._follow_order(self._order)
-
-    def _follow_order(self, order: list[int]) -> None:
-        """Adopts the order of the last window, which was another one."""
-        self._order = None
-        self.adopt_order(order)
+            self.adopt_order(self._order)
 
     def _hear(self, outcome: Outcome) -> None:
-        self.notices.hear(outcome.notices)
-        if self.notices.take(Notice.FAILED):
-            raise outcome.backward.error or RuntimeError(
-                "another rank could not select its gradients in this step; see that rank's own error"
-            )
-        self.first_windows.hear(self.notices, outcome.backward.step + 1)
-
-    def _exchanged(self, backward: BackwardPass) -> np.ndarray:
-        """Registration indices of the tensors whose gradients a window has exchanged."""
-        return self.space.layout.indices if backward.regular else self.space.layout.indices[backward.fresh]
+        if outcome.notices:
+            self.notices.hear(outcome.notices)
+            if self.notices.take(Notice.FAILED):
+                raise outcome.window.error or RuntimeError(
+                    "another rank could not select its gradients in this step; see that rank's own error"
+                )
+            self.first_windows.hear(self.notices, outcome.window.step + 1)
+        if not outcome.good:
+            self._undecided.outcome = outcome
 
     def _observe(self, record: WindowRecord) -> None:
-        """Gives the times of a window to the planner and to all observers."""
         if record.planned:
             # observers may differ between ranks: the planner, whose agreements are collective, ignores them
             known = self.clock.instant or record.surveyed
@@ -361,18 +295,9 @@ class Engine:
             for observer in self.observers:
                 observer.observe(record.events)
 
-    def average(self, grads: Sequence[Tensor]) -> None:
-        """Writes the means over ranks into flat gradients of no tensor of the layout, as DDP does. Collective."""
-        self._host.average(grads)
-
-    def adopt_order(self, order: list[int], known: bool | None = None) -> None:
-        """Moves everything to a layout in which place ``j`` holds the tensor that was at place ``order[j]``.
-
-        Args:
-            order: Places of today.
-            known: Whether gradients arrive in it; None leaves what was known.
-        """
-        self.order_known = self.order_known if known is None else known
+    def adopt_order(self, order: list[int]) -> None:
+        """Moves everything to a layout in which place ``j`` holds the tensor that was at place ``order[j]``."""
+        self._order = None
         self.space.reorder(order)
         self.planner.invalidate(order_changed=True)
 
@@ -392,7 +317,7 @@ class Engine:
         """Forgets an open window. Nothing is lost: what it had added to the residual stays there.
 
         The host waits for the selection, never for another worker: what a device still exchanges and decodes is waited
-        for in :meth:`finish`.
+        for before the next one.
         """
         self.launching.forget()
         if self._window is not None and not self.clock.instant:
@@ -400,8 +325,7 @@ class Engine:
         if self.clock.instant:  # elsewhere no phase is launched by what has arrived on this rank
             self._forgotten = self._window or self._forgotten
         self._window = self._unobserved = self._order = self._undecided.outcome = None
-        for ending in self._endings:
-            ending.forget()
+        self.ending.forget()
         # the state of an exchange that was abandoned may differ between ranks
         self.space.restore_exchanges(self.space.exchange_state() if self.between else [])
         self.between = True
@@ -418,6 +342,5 @@ class Engine:
         """Frees what buffers use in turn, which has the size of the largest: the first one holds the whole model."""
         if self.space.selector.units is not None:
             self.space.selector.units.release()
-        released = [ending.release() for ending in self._endings]
-        if all(released):
+        if self.ending.release():
             self.fused.release()

@@ -14,10 +14,10 @@ from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.shard_tables import shard_tables
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Verdict, all_finite
-from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.gradients import Scratch
 from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.fusion.window import Window
 from lightning_safusion.kernels.cuda import MOST_ELEMENTS, serves_buffers
 from lightning_safusion.kernels.cuda.tables import KINDS, Tables
 from lightning_safusion.sparsify.base import Segments, Selection
@@ -42,53 +42,48 @@ RESIDUALS = (ResidualMemory, AutoMemory, DecoupledMomentum)
 class FusedShipment(Shipment):
     """One buffer in one window, in a few kernels: the same messages, means and residuals as a :class:`Shipment` has.
 
-    What was sent leaves the residual in one launch for all buffers of a window: :meth:`FusedPath.commit`.
-
-    Args:
-        buffer, backward: See :class:`Shipment`.
-        memory, kernels: Of the buffer.
-        scales: float32 [2], the factor of the loss that gradients carry, and its reciprocal.
+    What was sent leaves the residual in one launch for all buffers of a window: :meth:`FusedPath.commit`. ``scales``:
+    float32 [2], the factor of the loss that gradients carry, and its reciprocal.
     """
 
     def __init__(
-        self, buffer: Buffer, backward: BackwardPass, memory: ResidualMemory, kernels: BufferKernels, scales: Tensor
+        self, buffer: Buffer, window: Window, memory: ResidualMemory, kernels: BufferKernels, scales: Tensor
     ) -> None:
-        super().__init__(buffer, backward)
+        super().__init__(buffer, window)
         self.kernels, self._decay = kernels, memory.decay
         kernels.scales = scales
         self._left: list[int] = []  # tensors of which no mean is written
         self._marks: np.ndarray | None = None  # uint8 [T], their flags; None where all are fresh
-        if not backward.regular and (taken := backward.taken(buffer.group)) is not None:
-            self._marks, self.absent = backward.flags_of(buffer.group), np.flatnonzero(~taken).tolist()
+        if not window.regular and (taken := window.taken(buffer.group)) is not None:
+            self._marks, self.absent = window.flags_of(buffer.group), np.flatnonzero(~taken).tolist()
         #: Until the window ends: the streams of owners read moments too.
         self.weighing: Weighing | None = None
 
     def fill(self, selector: Selector, early: Sequence[int] = (), known: Tensor | None = None) -> None:
-        if self.backward.error is not None:
+        if self.window.error is not None:
             return
         try:
             with self.range("select"):
                 self._find(selector)
             self.flags = self.buffer.all_fresh  # those of the message are on the device
         except Exception as error:
-            self.backward.error = error
+            self.window.error = error
 
     def _find(self, selector: Selector) -> None:
-        """Adds the gradients to the residual, and finds what is sent of the sum."""
         self.weighing = _weighing(self.buffer.units(selector))
         self.kernels.locate(self.grads, self.weighing, self._marks)
         self.kernels.select(self._decay, self.weighing)
 
-    def pack(self, notices: int) -> None:
+    def pack(self) -> None:
         if self.flags is not None:
             try:
-                self.selected = self.backward.mark()
-                self.kernels.pack(notices)
+                self.selected = self.window.mark()
+                self.kernels.pack(self.window.notices.own)
                 self.sparse = self.buffer.segments is not None
                 return
             except Exception as error:
-                self.flags, self.backward.error = None, error
-        self._leave_empty(notices)
+                self.flags, self.window.error = None, error
+        self._leave_empty()
 
     def decode_means(self, status: Tensor) -> None:
         """Writes the means into the gradients, and what is wrong into the status (int32 [1])."""
@@ -103,7 +98,7 @@ class FusedShipment(Shipment):
             chosen = self._chosen_by(verdict)
             self._left = [] if chosen is None else np.flatnonzero(~chosen).tolist()
             self.decode_means(self.kernels.status)
-        self.decoded = self.backward.mark()
+        self.decoded = self.window.mark()
 
     def judge(self) -> None:
         """Reads what the kernels have found: which tensors are :attr:`sound` (waits for the device).
@@ -155,7 +150,7 @@ class ThresholdShipment(FusedShipment):
         sparsifier, segments = cast(ThresholdSparsifier, selector.sparsifier), self.buffer.cut(self.absent)
         view = self.kernels.add(self._decay, self.weighing, cast(Segments, segments))
         with selector.lock:
-            thresholds = sparsifier.thresholds(view, self.backward.step)
+            thresholds = sparsifier.thresholds(view, self.window.step)
         self.kernels.find(view, thresholds)
 
 
@@ -167,7 +162,7 @@ class PlacedShipment(FusedShipment):
     def _find(self, selector: Selector) -> None:
         self.kernels.locate(self.grads, None, self._marks)
         self.kernels.add(self._decay)
-        selection = self.buffer.select(selector, self.backward.step, self.absent, (), self.buffer.units(selector))
+        selection = self.buffer.select(selector, self.window.step, self.absent, (), self.buffer.units(selector))
         self.kernels.place(cast(Selection, selection))  # kernels are made where something is selected
 
 
@@ -207,7 +202,6 @@ class OwnerShipment(FusedShipment):
 
 
 def _weighing(units: SpanUnits | None) -> Weighing | None:
-    """What the kernels take of the units."""
     if units is None:
         return None
     from lightning_safusion.kernels.cuda.buffer import Weighing  # imports Triton
@@ -221,11 +215,7 @@ def _weighing(units: SpanUnits | None) -> Weighing | None:
 class FusedPath:
     """The kernels of all buffers of one device, and of the windows there.
 
-    Args:
-        device: Where the buffers live.
-
-    Attributes:
-        announce: Called with a line when PyTorch's operations select from a buffer, once for each reason.
+    ``announce`` is called with a line when PyTorch's operations select from a buffer, once for each reason.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -259,33 +249,31 @@ class FusedPath:
             self._windows = WindowKernels(self._device)
         return self._windows
 
-    def shipment(self, buffer: Buffer, backward: BackwardPass, selector: Selector) -> Shipment:
+    def shipment(self, buffer: Buffer, window: Window, selector: Selector) -> Shipment:
         """A buffer in a window, where kernels serve the device; fused where they serve all of its parts."""
         memory, fits = buffer.memory, buffer.dtypes <= {*KINDS} and 0 < buffer.edges[-1] <= MOST_ELEMENTS
         if isinstance(memory, ResidualMemory) and type(memory) in RESIDUALS and fits:
             made = buffer.constant("kernels", lambda: self._kernels(buffer, selector))
             if made is not None:
                 shipment, kernels = made
-                return shipment(buffer, backward, memory, kernels, self._scales(backward))
+                return shipment(buffer, window, memory, kernels, self._scales(window))
         if self.announce is not None and buffer.segments is not None and (what := _unknown(buffer)) not in self._named:
             self._named.add(what)
             self.announce(
                 f"there are no fused kernels for {what}: PyTorch's operations, which sort all elements of a buffer, "
                 f"take their place there, now for {buffer.title}"
             )
-        return Shipment(buffer, backward)
+        return Shipment(buffer, window)
 
-    def _scales(self, backward: BackwardPass) -> Tensor:
-        """float32 [2], the factor of the loss in a window, and its reciprocal."""
-        if backward.scale is None:
+    def _scales(self, window: Window) -> Tensor:
+        if window.scale is None:
             return self.workspaces[0].unscaled
-        if self._scaled is None or self._scaled[0] is not backward.scale:
-            factor = backward.scale.float().view(1)
-            self._scaled = backward.scale, torch.cat([factor, factor.reciprocal()])
+        if self._scaled is None or self._scaled[0] is not window.scale:
+            factor = window.scale.float().view(1)
+            self._scaled = window.scale, torch.cat([factor, factor.reciprocal()])
         return self._scaled[1]
 
     def _kernels(self, buffer: Buffer, selector: Selector) -> tuple[type[FusedShipment], BufferKernels] | None:
-        """What takes a buffer through a window, and its kernels; None if they do not serve it."""
         exchange, segments = buffer.exchange, buffer.segments
         kinds = np.array([KINDS.index(dtype) for dtype in buffer.each_dtype])
         largest = type(selector.sparsifier) is TopK
@@ -310,11 +298,9 @@ class FusedPath:
         return shipment, made(tables, buffer.span, *exchange.messages, self.workspaces[0])
 
     def commit(self, shipments: Sequence[FusedShipment], good: bool = True) -> None:
-        """Takes what fused shipments have sent out of the residual, if nothing is wrong with the window.
+        """Takes what the fused shipments of a window have sent out of the residual, if nothing is wrong with it.
 
-        Args:
-            shipments: Of a window.
-            good: What the host has found, where it decides.
+        ``good``: what the host has found, where it decides.
         """
         if not good:  # owners learn all the same what others have sent them
             self.windows.status.fill_(NOT_FINITE)
@@ -334,7 +320,6 @@ class FusedPath:
 
 
 def _tables(buffer: Buffer, exchange: SparseAllGather, kinds: np.ndarray) -> Tables | None:
-    """What kernels are told of a buffer; None if they do not serve it."""
     segments, edges = buffer.segments, np.asarray(buffer.edges, np.int64)
     message = exchange.message_format()
     if message is None or (segments is not None and not np.array_equal(segments.edges, edges)):
@@ -344,7 +329,6 @@ def _tables(buffer: Buffer, exchange: SparseAllGather, kinds: np.ndarray) -> Tab
 
 
 def _unknown(buffer: Buffer) -> str:
-    """What kernels do not know of a buffer of a job whose parts they all know."""
     exchange = buffer.exchange
     if buffer.edges[-1] > MOST_ELEMENTS:
         return f"buffers of more than {MOST_ELEMENTS} elements"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import TensorFlag, all_finite, saturated
-from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.buffers import Buffer
+from lightning_safusion.fusion.window import Window
 from lightning_safusion.sparsify.memory.contract import Memory, as_float32
 from lightning_safusion.sparsify.selection.view import device_constant
 
@@ -28,13 +28,9 @@ def compensate(
 
     Args:
         buffer: Holds the tensors.
-        grads: Flat gradients of some of its tensors.
-        tensors: Which these are, 0 to T - 1.
-        flags: uint8 [T]; not changed.
+        grads: Flat gradients of some of its tensors: of ``tensors``, 0 to T - 1.
+        flags: uint8 [T]; not changed, but returned with those of bad tensors.
         scale: Factor that the gradients carry; the residual is without it.
-
-    Returns:
-        uint8 [T], the flags with those of bad tensors.
     """
     if not grads:
         return flags
@@ -64,8 +60,7 @@ def compensate(
 def zeroed(grads: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
     """Replaces gradients that are not finite by zeros, on their device: to decide on the host would wait for it.
 
-    Returns:
-        The gradients; their norms, float32 (infinite where that has no such number); and bool, which were finite.
+    Returns the gradients; their norms, float32 (infinite where that has no such number); and bool, which were finite.
     """
     # in double precision: the squares of finite numbers overflow float32 from a norm of 1.8e19 on
     norms = torch.stack(torch._foreach_norm(list(grads), 2, dtype=torch.float64))
@@ -95,12 +90,12 @@ def unscaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
     return list(torch._foreach_mul(as_float32(grads), scale.reciprocal()))
 
 
-def withdraw(memory: Memory, backward: BackwardPass, grads: Mapping[int, Tensor]) -> None:
+def withdraw(memory: Memory, window: Window, grads: Mapping[int, Tensor]) -> None:
     """Takes gradients, by place, out of the residual again, as far as they have been added to it."""
     for place, grad in grads.items():
         # what is not finite was never added
-        if backward.fresh[place] and not backward.bypass[place] and all_finite(grad):
-            memory.withdraw(place, grad if backward.scale is None else unscaled([grad], backward.scale)[0])
+        if window.fresh[place] and not window.bypass[place] and all_finite(grad):
+            memory.withdraw(place, grad if window.scale is None else unscaled([grad], window.scale)[0])
 
 
 class Scratch:
@@ -121,21 +116,14 @@ class Scratch:
         self._memory = self._memory[:0].clone()
 
 
-def deliver(backward: BackwardPass, buffer: Buffer, mean: Tensor, chosen: np.ndarray | None = None) -> list[Rounding]:
-    """Writes the mean into the gradients of a buffer.
+def deliver(window: Window, buffer: Buffer, mean: Tensor, chosen: np.ndarray | None = None) -> list[Rounding]:
+    """Writes the mean (floating [N]) into the gradients of a buffer: of ``chosen`` tensors (bool [T]), or of all.
 
-    Args:
-        backward: Holds the gradients.
-        buffer: The buffer.
-        mean: Floating [N].
-        chosen: bool [T], tensors to write; None writes all.
-
-    Returns:
-        What narrow gradients cannot hold.
+    Returns what narrow gradients cannot hold.
     """
-    if backward.scale is not None:
-        mean = mean * backward.scale
-    targets = backward.grads_of(buffer.group.start, buffer.group.stop)
+    if window.scale is not None:
+        mean = mean * window.scale
+    targets = window.grads_of(buffer.group.start, buffer.group.stop)
     tensors = list(range(len(targets))) if chosen is None else np.flatnonzero(chosen).tolist()
     if not tensors:
         return []
@@ -149,6 +137,6 @@ def deliver(backward: BackwardPass, buffer: Buffer, mean: Tensor, chosen: np.nda
     pieces = error.split(buffer.sizes)
     torch._foreach_copy_([pieces[t] for t in tensors], written)
     torch.sub(mean, error, out=error)
-    if backward.scale is not None:
-        error *= backward.scale.reciprocal()
+    if window.scale is not None:
+        error *= window.scale.reciprocal()
     return [(buffer.start, buffer.stop, error)]

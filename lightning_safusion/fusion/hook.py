@@ -2,7 +2,7 @@
 
 # No "from __future__ import annotations": DDP compares the hook's annotation with the class itself.
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,11 +24,8 @@ OWN_BUCKETS_MB = 2.0**-21
 class Relay:
     """DDP's communication hook, of which there can be one for ever: it passes buckets on, or does what DDP does.
 
-    Args:
-        group: Of DDP; None: the default one.
-
     Attributes:
-        target: Another hook, which may come and go between two backward passes; None: an all-reduce.
+        target: Another hook, which may come and go between two backward passes; None: an all-reduce in the group.
         taken: Somebody sets the target.
     """
 
@@ -51,10 +48,13 @@ class GradientHook:
     Args:
         engine: Runs the windows.
         params: In the order of the engine's registration indices.
+        expected: Gradients of no tensor of the layout that every window averages.
     """
 
-    def __init__(self, engine: Engine, params: Iterable[Tensor]) -> None:
+    def __init__(self, engine: Engine, params: Iterable[Tensor], expected: int) -> None:
         self.engine = engine
+        self._expected = expected
+        self._beside: list[Tensor] = []  # those that were submitted in this window
         self._index = {id(param): index for index, param in enumerate(params)}
         self._handles: list[RemovableHandle] = []
         self._watches: list[RemovableHandle] = []  # of optimizers
@@ -62,8 +62,7 @@ class GradientHook:
     def check_complete(self, synchronised: bool = True) -> None:
         """Checks that the backward pass that has just ended left no gradients unsynchronised.
 
-        Args:
-            synchronised: The pass was to exchange gradients (not one inside ``no_sync``).
+        ``synchronised``: the pass was to exchange gradients (not one inside ``no_sync``).
 
         Raises:
             RuntimeError: With the names of the parameters that got no gradient.
@@ -112,15 +111,20 @@ class GradientHook:
 
     def reset(self) -> None:
         """Forgets an open window."""
+        self._beside = []
         self.engine.reset()
 
+    def _drain(self) -> None:
+        self.engine.drain()
+        beside, self._beside = self._beside, []
+        if beside:
+            self.engine.ending.average(beside)
 
-def _refuse_unfrozen(param: Tensor) -> None:
-    """Of a parameter that is not in the layout, which DDP passes on with others that are unused."""
-    if param.requires_grad:
+    def _refuse(self, missing: Sequence[str], advice: str = "") -> NoReturn:
+        self.reset()
         raise RuntimeError(
-            f"a parameter of shape {tuple(param.shape)} was frozen at set-up, and is not now: call bind of what attach "
-            "has returned, on all workers, after a change"
+            f"{len(missing)} parameters got no gradient in this backward pass: {', '.join(missing[:20])}. The "
+            f"gradients of this step are not synchronised.{advice}"
         )
 
 
@@ -151,12 +155,10 @@ class DDPHook(GradientHook):
         averages: bool = False,
     ) -> None:
         params = list(params)
-        super().__init__(engine, params)
+        self._untrained = {id(param): name for name, param in untrained}
+        super().__init__(engine, params, len(self._untrained) if averages else 0)
         self._sparse_names = {id(param): name for name, param in sparse}
         self._sparse: dict[str, tuple[Tensor, Future[Tensor]]] = {}  # submitted in this window
-        self._untrained = {id(param): name for name, param in untrained}
-        self._expected = len(self._untrained) if averages else 0  # gradients to be averaged in every window
-        self._beside: list[Tensor] = []  # those that were submitted in this window
         self._ending = False  # all is there: what no optimizer has may still come
         # Of buckets with one parameter, by their number: to make a future costs more than the rest of the hook.
         self._seen: dict[int, tuple[Tensor, Future[Tensor], int]] = {}
@@ -205,7 +207,7 @@ class DDPHook(GradientHook):
         return future
 
     def _take(self, bucket: GradBucket, buffer: Tensor) -> tuple[Future[Tensor], bool]:
-        """Pushes the gradients of a bucket; returns its future, and whether the window is complete."""
+        """The bucket's future, and whether the window is complete."""
         params = bucket.parameters()
         future: Future[Tensor] = Future()
         if buffer.is_sparse:
@@ -215,23 +217,24 @@ class DDPHook(GradientHook):
         start, complete = 0, False
         for param in params:
             stop = start + param.numel() * (2 if param.is_complex() else 1)
-            if id(param) in self._untrained:
-                self._put_aside(buffer[start:stop])
-            elif (index := self._index.get(id(param))) is None:
-                _refuse_unfrozen(param)
+            grad = buffer[start:stop]
+            if (index := self._index.get(id(param))) is not None:
+                complete = self.engine.push(index, grad, self._fresh[index])
+            elif id(param) not in self._untrained:
+                if param.requires_grad:  # else DDP passes it on with others that are unused
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(param.shape)} was frozen at set-up, and is not now: call bind of "
+                        "what attach has returned, on all workers, after a change"
+                    )
+            elif self._expected:
+                self._beside.append(grad)
             else:
-                complete = self.engine.push(index, buffer[start:stop], self._fresh[index])
+                grad.zero_()
             start = stop
         future.set_result(buffer)
         if self._rebuilt and len(params) == 1 and id(params[0]) in self._index:
             self._seen[bucket.index()] = buffer, future, self._index[id(params[0])]
         return future, complete
-
-    def _put_aside(self, grad: Tensor) -> None:
-        if self._expected:
-            self._beside.append(grad)
-        else:
-            grad.zero_()
 
     @torch.compiler.disable
     def _finish(self) -> None:
@@ -239,10 +242,7 @@ class DDPHook(GradientHook):
         self._fresh[:] = [False] * len(self._fresh)
         waiting = during(f"the exchange of gradients in step {self.engine.windows}")
         with torch.no_grad(), torch.autocast(self._device_type, enabled=False), waiting:
-            self.engine.drain()
-            if self._beside:
-                beside, self._beside = self._beside, []
-                self.engine.average(beside)
+            self._drain()
             if self._sparse:
                 # in the order in which the buckets came, which is the same on all ranks
                 submitted, self._sparse = list(self._sparse.values()), {}
@@ -264,17 +264,15 @@ class DDPHook(GradientHook):
         if self._sparse or self.engine.complete:
             missing += [name for name in self._sparse_names.values() if name not in self._sparse]
         if missing:
-            self.reset()
-            raise RuntimeError(
-                f"{len(missing)} parameters got no gradient in this backward pass: {', '.join(missing[:20])}. The "
-                "gradients of this step are not synchronised. Pass find_unused_parameters=True to the strategy (by "
-                "name: 'safusion_find_unused_parameters_true') if this is intended."
+            self._refuse(
+                missing,
+                " Pass find_unused_parameters=True to the strategy (by name: 'safusion_find_unused_parameters_true') "
+                "if this is intended.",
             )
 
     def __deepcopy__(self, memo: object) -> "DDPHook":
         return self  # a copy of the wrapped model has the hook as DDP's reducer has it: it is not the model's
 
     def reset(self) -> None:
-        """Forgets an open window."""
-        self._sparse, self._seen, self._beside, self._ending = {}, {}, [], False
+        self._sparse, self._seen, self._ending = {}, {}, False
         super().reset()

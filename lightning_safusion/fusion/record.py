@@ -16,14 +16,14 @@ from torch import Tensor
 
 from lightning_safusion.comm.cost import ring_allreduce_bytes
 from lightning_safusion.comm.wire.codec import spread
-from lightning_safusion.fusion.events import BufferEvents, Clock, WindowEvents, host_delays
+from lightning_safusion.fusion.events import BufferEvents, WindowEvents, host_delays
 from lightning_safusion.sparsify.memory.residual import NoMemory, ResidualMemory
 
 if TYPE_CHECKING:
-    from lightning_safusion.fusion.backward import BackwardPass
     from lightning_safusion.fusion.layout import Layout
     from lightning_safusion.fusion.shipment import Shipment
     from lightning_safusion.fusion.space import GradientSpace
+    from lightning_safusion.fusion.window import Window
 
 #: The moments of a shipment, in the order of :class:`BufferEvents`.
 _moments = attrgetter("closed", "selected", "launched", "issued", "finished", "awaited", "arrived", "decoded")
@@ -37,25 +37,24 @@ class WindowRecord:
     next window begins. Nothing here changes training.
     """
 
-    _backward: BackwardPass  # of a window that has ended
+    _window: Window  # has ended
     _shipments: Sequence[Shipment]  # in launch order
     _space: GradientSpace
-    _clock: Clock
     planned: bool  #: its buffers were those of a plan
     _timed: WindowEvents | None  # of the latest window that recorded everything
 
     def __post_init__(self) -> None:
         self.layout: Layout = self._space.layout  #: the tensors in ready order
-        self.step = self._backward.step  #: number of the window, the same on all ranks
+        self.step = self._window.step  #: number of the window, the same on all ranks
         self.device = self._space.device  #: where gradients live
-        self.surveyed = self._backward.surveyed  #: all ranks recorded when collectives ended
-        self.timed = self._backward.timed  #: this rank recorded when collectives ended
+        self.surveyed = self._window.surveyed  #: all ranks recorded when collectives ended
+        self.timed = self._window.timed  #: this rank recorded when collectives ended
         self._workers = self._space.transport.world_size
 
     @cached_property
     def events(self) -> WindowEvents:
         """When things happened (waits for the device)."""
-        backward, clock = self._backward, self._clock
+        window, clock = self._window, self._window.clock
         seconds = float if clock.instant else clock.seconds
         buffers, free = [], -math.inf
         for shipment in self._shipments:
@@ -76,19 +75,19 @@ class WindowRecord:
                 events = replace(events, awaited=awaited, arrived=max(awaited, events.arrived), decoding=decoding)
                 free = events.decoded
             buffers.append(events)
-        arrived = backward.arrived if clock.instant else [clock.seconds(mark) for mark in backward.arrived]
-        ready = np.where(backward.fresh, arrived, math.nan)
+        arrived = window.arrived if clock.instant else [clock.seconds(mark) for mark in window.arrived]
+        ready = np.where(window.fresh, arrived, math.nan)
         delays = None
-        if not clock.instant and backward.in_order:
-            delays = host_delays(ready, np.array(backward.submitted), np.array(backward.worked))
-        drained = seconds(backward.drained)
+        if not clock.instant and window.in_order:
+            delays = host_delays(ready, np.array(window.submitted), np.array(window.worked))
+        drained = seconds(window.drained)
         return WindowEvents(
-            backward.step, backward.density, self.layout, ready, tuple(buffers), drained, not clock.instant, delays
+            window.step, window.density, self.layout, ready, tuple(buffers), drained, not clock.instant, delays
         )
 
     def drop_gradients(self) -> None:
         """Drops the references to the gradients."""
-        self._backward.grads = [None] * self._backward.length
+        self._window.grads = [None] * self._window.length
         for shipment in self._shipments:
             shipment.grads = []
 
@@ -103,7 +102,7 @@ class WindowRecord:
         verdicts = [shipment.verdict or shipment.buffer.exchange.verdict() for shipment in self._shipments]
         irregular = self._by_place([verdict.irregular(self._workers) for verdict in verdicts])
         good = not any(verdict.bad.any() for verdict in verdicts)
-        return self._backward.fresh & ~self._backward.bypass & ~irregular & good
+        return self._window.fresh & ~self._window.bypass & ~irregular & good
 
     @cached_property
     def dense(self) -> np.ndarray:
@@ -113,8 +112,8 @@ class WindowRecord:
     @cached_property
     def sent_counts(self) -> np.ndarray:
         """int64 [L]: elements that this rank sent of each tensor (waits for the device)."""
-        if self._backward.plain:
-            return np.where(self._backward.fresh, np.diff(self.layout.edges), 0)
+        if self._window.plain:
+            return np.where(self._window.fresh, np.diff(self.layout.edges), 0)
         return self._by_place([shipment.sent_counts() for shipment in self._shipments])
 
     @cached_property
@@ -163,8 +162,8 @@ class WindowRecord:
 
     def delivered(self) -> Tensor:
         """float32 [D]: the gradients that the optimizer gets, without the factor of a loss scaler."""
-        scale = 1.0 if self._backward.scale is None else self._backward.scale.reciprocal()
-        return torch.cat([grad.float() for grad in self._backward.grads if grad is not None]) * scale
+        scale = 1.0 if self._window.scale is None else self._window.scale.reciprocal()
+        return torch.cat([grad.float() for grad in self._window.grads if grad is not None]) * scale
 
     def compress(self, x: Tensor) -> Tensor:
         """float32 [D]: what the compressor would select from ``x`` in the buffers of this window, 0 elsewhere.
@@ -196,14 +195,13 @@ class WindowRecord:
 
     @property
     def _averaged(self) -> int:
-        """Bytes of gradients that were averaged in place."""
-        if not self._backward.plain:
+        if not self._window.plain:
             return 0
-        specs = [self.layout.specs[place] for place in np.flatnonzero(self._backward.fresh)]
+        specs = [self.layout.specs[place] for place in np.flatnonzero(self._window.fresh)]
         return sum(spec.numel * spec.dtype.itemsize for spec in specs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers; seconds, bytes and elements of this rank in this backward.
+        """Plain numbers; seconds, bytes and elements of this rank in this window.
 
         Keys: ``step``, ``density`` (in force), ``achieved_density`` (sent / all elements), ``bytes_sent``,
             ``bytes_received``, ``dense_bytes`` (of all gradients), ``tensors`` (with a gradient), ``tensors_missing``
@@ -211,22 +209,22 @@ class WindowRecord:
             (collectives, summed; of the latest window in which it was measured), ``exposed_s`` (waiting for them),
             ``decode_s``, ``plan`` (tensors in each buffer), ``collectives`` (of each buffer).
         """
-        selected, fresh = self.sent_counts, self._backward.fresh
-        wanted = fresh & ~self._backward.bypass & (np.diff(self.layout.edges) > 0)
+        selected, fresh = self.sent_counts, self._window.fresh
+        wanted = fresh & ~self._window.bypass & (np.diff(self.layout.edges) > 0)
         buffers = [shipment.buffer for shipment in self._shipments]
         timed = self.events if self.timed or self._timed is None else self._timed
         received = sum(buffer.exchange.bytes_received for buffer in buffers)
         received += round(ring_allreduce_bytes(self._workers, self._averaged))
         return {
             "step": self.step,
-            "density": self._backward.density,
+            "density": self._window.density,
             "achieved_density": float(selected.sum() / max(1, self.layout.numel)),
             "bytes_sent": self.bytes_sent,
             "bytes_received": received,
             "dense_bytes": sum(spec.numel * spec.dtype.itemsize for spec in self.layout.specs),
             "tensors": int(fresh.sum()),
             "tensors_missing": int((wanted & (selected == 0)).sum()),
-            **_seconds((self.events if self._clock.instant else timed).buffers),
+            **_seconds((self.events if self._window.clock.instant else timed).buffers),
             "exchange_s": _total(each.finished - each.launched for each in timed.buffers),
             "plan": [len(buffer.places) for buffer in buffers],
             "collectives": [buffer.group.collective for buffer in buffers],

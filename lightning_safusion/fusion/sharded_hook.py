@@ -18,10 +18,6 @@ from lightning_safusion.fusion.hook import GradientHook
 class ShardGroup:
     """Parameters that FSDP2 communicates together: how this worker's shards lie in the tensor that a hook gets.
 
-    Args:
-        module: Whose parameters they are.
-        names: Of all parameters of the model, by ``id``.
-
     Raises:
         ValueError: If FSDP2 averages the gradients over replicas itself.
     """
@@ -138,7 +134,6 @@ def shard_groups(model: nn.Module) -> list[ShardGroup]:
 
 
 def _local(tensor: Any) -> Tensor:
-    """The shard of this worker."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
@@ -156,9 +151,7 @@ class ShardedHook(GradientHook):
     """
 
     def __init__(self, engine: Engine, params: Iterable[Tensor], untrained: Iterable[tuple[str, Tensor]] = ()) -> None:
-        super().__init__(engine, params)
-        self._expected = len({id(param) for _, param in untrained})
-        self._beside: list[Tensor] = []
+        super().__init__(engine, params, len({id(param) for _, param in untrained}))
         self._taken: list[tuple[ShardGroup, Tensor, list[bool] | None]] = []  # of this window
 
     def take(self, group: ShardGroup, flat: Tensor) -> None:
@@ -198,25 +191,16 @@ class ShardedHook(GradientHook):
     @torch.compiler.disable
     def _finish(self) -> None:
         with torch.no_grad(), during(f"the exchange of gradients in step {self.engine.windows}"):
-            self.engine.drain()
-            beside, self._beside = self._beside, []
-            if beside:
-                self.engine.average(beside)
+            self._drain()
         taken, self._taken = self._taken, []
         for group, means, existed in taken:
             if existed is not None:
                 group.deliver(means, existed)
 
     def check_complete(self, synchronised: bool = True) -> None:
-        if not self._taken:
-            return
-        missing = self.engine.missing() or ["those that no optimizer has"]
-        self.reset()
-        raise RuntimeError(
-            f"{len(missing)} parameters got no gradient in this backward pass: {', '.join(missing[:20])}. The "
-            "gradients of this step are not synchronised."
-        )
+        if self._taken:
+            self._refuse(self.engine.missing() or ["those that no optimizer has"])
 
     def reset(self) -> None:
-        self._taken, self._beside = [], []
+        self._taken = []
         super().reset()

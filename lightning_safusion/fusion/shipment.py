@@ -22,10 +22,10 @@ from lightning_safusion.comm.transport.interface import (
     lost_workers,
 )
 from lightning_safusion.comm.transport.lockstep import OutOfStepError
-from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.events import Mark
 from lightning_safusion.fusion.gradients import Rounding, Scratch, compensate, deliver, marked
+from lightning_safusion.fusion.window import Window
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.survey import Selector
 from lightning_safusion.sparsify.selection.units import SpanUnits
@@ -33,23 +33,19 @@ from lightning_safusion.sparsify.selection.view import device_constant
 
 
 class Shipment:
-    """One buffer in one backward. Its methods are called in the order in which they stand here.
+    """One buffer in one window. Its methods are called in the order in which they stand here.
 
     A rank that fails to fill or pack still takes part in the exchange, with an empty message that carries the
-    ``FAILED`` notice, so that no other rank waits for ever; the error is kept in the backward pass. From
-    :meth:`launch` on, an exchange that fails raises an error with the buffer's tensors: a WorkerLostError if a peer is
-    lost, else a RuntimeError (a message is damaged).
-
-    Args:
-        buffer: The group's buffer.
-        backward: Holds the gradients; its ``mark`` records moments.
+    ``FAILED`` notice, so that no other rank waits for ever; the error is kept in the window. From :meth:`launch` on, an
+    exchange that fails raises an error with the buffer's tensors: a WorkerLostError if a peer is lost, else a
+    RuntimeError (a message is damaged).
     """
 
-    def __init__(self, buffer: Buffer, backward: BackwardPass) -> None:
+    def __init__(self, buffer: Buffer, window: Window) -> None:
         self.buffer = buffer
-        self.backward = backward
+        self.window = window
         #: flat, T of them
-        self.grads = cast(list[Tensor], backward.grads[buffer.group.start : buffer.group.stop])
+        self.grads = cast(list[Tensor], window.grads[buffer.group.start : buffer.group.stop])
         self.flags: Tensor | None = None  #: uint8 [T] of TensorFlag; None if this rank failed to fill the buffer
         self.absent: list[int] = []  #: tensors of the buffer of which nothing is sent
         self.selection: Selection | None = None  #: until it is packed
@@ -63,13 +59,13 @@ class Shipment:
         self.rounding: list[Rounding] = []  #: what narrow gradients cannot hold of the means
         #: A range ``SAFusion::<part>`` in the traces of ``torch.profiler``.
         self.range: Callable[[str], AbstractContextManager[object]] = nullcontext
-        if backward.profiled:
+        if window.profiled:
             self.range = partial(_range, buffer.title)
         self.units: SpanUnits | None = None  #: in which elements are compared
         self._held: SpanUnits | None = None  #: until the window ends: a later phase reads them, in a stream of its own
         self._packed: np.ndarray | Selection | None = None
         # the moments of BufferEvents; NaN while unknown
-        self.closed: Mark = backward.mark()
+        self.closed: Mark = window.mark()
         self.selected: Mark = nan
         self.launched: Mark = nan
         self.issued: Mark = nan
@@ -81,29 +77,25 @@ class Shipment:
     def fill(self, selector: Selector, early: Sequence[int] = (), known: Tensor | None = None) -> None:
         """Adds the gradients to the residual and selects from the sum.
 
-        Args:
-            selector: The compressor of the job.
-            early: Tensors that the offloader has added already, and selects from.
-            known: uint8 [T], their flags.
+        ``early``: tensors that the offloader has added already, and selects from; ``known``: uint8 [T], their flags.
         """
-        if self.backward.error is not None:
+        if self.window.error is not None:
             return
         try:
             with self.range("select"):
                 if selector.units is not None:
                     self.units = self.buffer.units(selector)
-                taken = None if self.backward.regular else self.backward.taken(self.buffer.group)
+                taken = None if self.window.regular else self.window.taken(self.buffer.group)
                 if taken is not None or early or not self._fill_in_one_pass(selector):
                     self._fill(selector, taken, early)
             if self.flags is not None and known is not None:
                 self.flags = self.flags | known
         except Exception as error:
-            self.flags, self.backward.error = None, error
+            self.flags, self.window.error = None, error
 
     def _fill_in_one_pass(self, selector: Selector) -> bool:
-        """Finds elements while gradients are added, where their thresholds can be predicted; returns whether it did."""
-        buffer, backward, foresight = self.buffer, self.backward, self.buffer.foresight
-        if foresight is None or backward.scale is not None:
+        buffer, window, foresight = self.buffer, self.window, self.buffer.foresight
+        if foresight is None or window.scale is not None:
             return False
         units = self.units
         if units is None:
@@ -123,30 +115,31 @@ class Shipment:
         compared, write = (buffer.span, None) if units is None else (units.keys, partial(units.weigh, buffer.span))
         with foresight.known(compared, added.found, write if selector.lazy else None) as survey:
             del added  # candidates are as large as the residual where many elements are sent: no longer than needed
-            self.selection = selector.select(buffer.span, foresight.history, backward.step, survey, units)
+            self.selection = selector.select(buffer.span, foresight.history, window.step, survey, units)
         return True
 
     def _fill(self, selector: Selector, taken: np.ndarray | None, early: Sequence[int]) -> None:
         """Adds, then selects; ``taken``: bool [T], the tensors of which something is sent, None for all."""
-        buffer, backward, grads = self.buffer, self.backward, self.grads
+        buffer, window, grads = self.buffer, self.window, self.grads
         if taken is None and not early:
-            flags = compensate(buffer, grads, range(len(grads)), buffer.all_fresh, backward.scale)
+            flags = compensate(buffer, grads, range(len(grads)), buffer.all_fresh, window.scale)
         else:
             taken = np.ones(len(grads), bool) if taken is None else taken
-            flags = device_constant(backward.flags_of(buffer.group), buffer.device)
+            flags = device_constant(window.flags_of(buffer.group), buffer.device)
             self.absent = np.flatnonzero(~taken).tolist()
             present = [i for i in np.flatnonzero(taken).tolist() if i not in early]
-            flags = compensate(buffer, [grads[i] for i in present], present, flags, backward.scale)
+            flags = compensate(buffer, [grads[i] for i in present], present, flags, window.scale)
         self.flags = flags
         if buffer.exchange.ability.begins_early:
             buffer.exchange.begin(buffer.span, Part(None, flags, self.absent))
-        self.selection = buffer.select(selector, backward.step, self.absent, early, self.units)
+        self.selection = buffer.select(selector, window.step, self.absent, early, self.units)
 
-    def pack(self, notices: int) -> None:
-        """Writes the message; ``notices``: bits of :class:`Notice` for all ranks."""
+    def pack(self) -> None:
+        """Writes the message, with the notices of this rank."""
+        notices = self.window.notices.own
         if self.flags is not None:
             try:
-                self.selected, selection = self.backward.mark(), self.selection
+                self.selected, selection = self.window.mark(), self.selection
                 part = Part(selection, self.flags, self.absent, notices, self.units)
                 self.buffer.exchange.encode(self.buffer.span, part)
                 if selection is not None:
@@ -158,37 +151,31 @@ class Shipment:
                 self.selection, self.units = None, None
                 return
             except Exception as error:
-                self.backward.error = error
-        self._leave_empty(notices)
+                self.window.error = error
+        self._leave_empty()
 
-    def _leave_empty(self, notices: int) -> None:
-        """Packs an empty message with the ``FAILED`` notice."""
-        buffer = self.buffer
+    def _leave_empty(self) -> None:
+        buffer, notices = self.buffer, self.window.notices.own | int(Notice.FAILED)
         self.selection, self.absent = None, list(range(len(buffer.places)))
         flags = torch.zeros(len(self.absent), dtype=torch.uint8, device=buffer.device)
         nothing = torch.zeros(buffer.stop - buffer.start, dtype=torch.float32, device=buffer.device)
-        buffer.exchange.encode(nothing, Part(None, flags, self.absent, notices | int(Notice.FAILED)))
+        buffer.exchange.encode(nothing, Part(None, flags, self.absent, notices))
         self.sparse = buffer.exchange.ability.selects_itself
 
     def launch(self) -> None:
-        """Starts the collective.
-
-        Raises:
-            WorkerLostError: If a peer is lost, with the buffer's tensors.
-        """
-        exchange, backward = self.buffer.exchange, self.backward
-        self.launched = backward.mark()  # before: it may have ended by the time that the call returns
+        """Starts the collective."""
+        exchange, window = self.buffer.exchange, self.window
+        self.launched = window.mark()  # before: it may have ended by the time that the call returns
         try:
             with self.range("exchange"):
                 work = self.work = exchange.start()
         except Exception as error:
             raise self._failed(error) from error
-        self.issued = backward.mark()
-        if backward.timed and not exchange.transport.stream_ordered:
+        self.issued = window.mark()
+        if window.timed and not exchange.transport.stream_ordered:
             work.on_done(self._finish)
 
     def _finish(self, now: float) -> None:
-        """Callback of the transport at the end of the collective, on any thread."""
         self.finished = now
 
     def advance(self, wait: bool) -> bool:
@@ -203,14 +190,10 @@ class Shipment:
                 self.damaged += exchange.transport.take_damage()
 
     def wait(self) -> None:
-        """Waits for the collective; a second call returns at once.
-
-        Raises:
-            WorkerLostError: If a peer is lost, with the buffer's tensors.
-        """
+        """Waits for the collective; a second call returns at once."""
         if self.work is None:
             return
-        self.awaited = self.backward.mark()
+        self.awaited = self.window.mark()
         exchange = self.buffer.exchange
         try:
             self.work.wait()
@@ -219,7 +202,7 @@ class Shipment:
         finally:
             if exchange.transport.sealed:
                 self.damaged += exchange.transport.take_damage()
-        self.arrived = self.backward.mark()
+        self.arrived = self.window.mark()
         if exchange.transport.stream_ordered:
             self.finished = self.arrived  # no later than this: the backend only tells when it was queued
         self.work = None
@@ -228,9 +211,6 @@ class Shipment:
         """Reads the flags of all ranks, and writes the means into the gradients.
 
         Tensors that are :attr:`repaired` keep their own gradients.
-
-        Raises:
-            RuntimeError: If a message is damaged, with the buffer's tensors.
         """
         try:
             with self.range("decode"):
@@ -238,11 +218,11 @@ class Shipment:
                     self._decode(scratch.of(self.buffer))
         except ValueError as error:
             raise self._failed(error) from error
-        self.decoded = self.backward.mark()
+        self.decoded = self.window.mark()
 
     def _chosen_by(self, verdict: Verdict) -> np.ndarray | None:
         """bool [T], the tensors of which means are written, None for all; says which are :attr:`repaired`."""
-        workers, bad = self.buffer.exchange.transport.world_size, verdict.bad & self.backward.repairs
+        workers, bad = self.buffer.exchange.transport.world_size, verdict.bad & self.window.repairs
         if verdict.is_regular(workers) and not bad.any():
             return None
         again = verdict.irregular(workers) | bad
@@ -252,7 +232,7 @@ class Shipment:
     def _decode_in_place(self) -> bool:
         """:meth:`decode` straight into the gradients; False, and nothing is written, where that is not possible."""
         buffer, exchange = self.buffer, self.buffer.exchange
-        if not buffer.exact or self.backward.scale is not None or buffer.device.type != "cpu":
+        if not buffer.exact or self.window.scale is not None or buffer.device.type != "cpu":
             return False
         if not buffer.memory.hands_on:  # the decoded mean is not what the gradients get
             return False
@@ -277,15 +257,13 @@ class Shipment:
         if bad:
             exchange.poison(mean, torch.from_numpy(verdict.bad).to(mean.device))
         received = buffer.memory.received(buffer.start, buffer.stop, mean)
-        self.rounding = deliver(self.backward, buffer, received, chosen)
+        self.rounding = deliver(self.window, buffer, received, chosen)
         exchange.release(scratch)
 
     def commit(self, good: Tensor | None = None, unused: Sequence[int] = ()) -> None:
-        """Takes what was sent out of the residual.
+        """Takes what was sent out of the residual, but for ``unused`` tensors of the buffer.
 
-        Args:
-            good: bool on the device: whether the window ended well, where the host does not know it; None if it did.
-            unused: Tensors of the buffer of which nothing is taken out.
+        ``good``: bool on the device, whether the window ended well, where the host does not know it; None if it did.
         """
         self._held = None
         buffer, memory, exchange = self.buffer, self.buffer.memory, self.buffer.exchange
@@ -358,7 +336,7 @@ class Shipment:
     def _failed(self, error: Exception) -> Exception:
         if isinstance(error, OutOfStepError):
             return error
-        rank, step = self.buffer.exchange.transport.rank, self.backward.step
+        rank, step = self.buffer.exchange.transport.rank, self.window.step
         failed = f"rank {rank}: the exchange of the buffer with {self.buffer.title} failed in step {step}"
         if comes_of_a_loss(error):
             return WorkerLostError(f"{failed}: a worker was lost: {lost_workers()}. Its own output says why. ({error})")

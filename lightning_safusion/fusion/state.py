@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.window import Notices
 
 
 def common_state(engine: Engine) -> dict[str, Any]:
@@ -40,7 +41,9 @@ def restore_common(engine: Engine, state: Mapping[str, Any], same_job: bool = Tr
         same_job: Settings and number of workers are the same, so that the plan and its costs hold.
     """
     space = engine.space
-    engine.restart(int(state["windows"]))
+    engine.reset()
+    engine.windows, engine.order_known = int(state["windows"]), False
+    engine.planner.invalidate(order_changed=True)
     if "first_windows" in state:
         engine.first_windows.load_state_dict(state["first_windows"])
     else:  # an older checkpoint
@@ -48,7 +51,8 @@ def restore_common(engine: Engine, state: Mapping[str, Any], same_job: bool = Tr
     places = {spec.name: place for place, spec in enumerate(space.layout.specs)}
     if sorted(places) != sorted(state["tensors"]):
         return
-    engine.adopt_order([places[name] for name in state["tensors"]], bool(state["order_known"]))
+    engine.order_known = bool(state["order_known"])
+    engine.adopt_order([places[name] for name in state["tensors"]])
     if "shares" in state:  # older checkpoints have none
         space.shares.load_state_dict(space.layout, state["shares"])
     if same_job:
@@ -99,11 +103,7 @@ def restore_sparsifier(engine: Engine, state: Mapping[str, Any]) -> None:
 class MemoryBuilder:
     """Memory state under construction for an engine's layout, from one rank's part or as a mean of several.
 
-    Args:
-        engine: Its memory and layout define the fields and their views; tensors that no part has are zero.
-
-    Attributes:
-        fields: Flat float32 [D] by field, on the device of the gradients.
+    ``fields``: flat float32 [D] by field, on the device of the gradients; tensors that no part has are zero.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -142,18 +142,17 @@ class MemoryBuilder:
 
 
 def carried(engine: Engine, replaced: Collection[str] = ()) -> dict[str, Any]:
-    """State for an engine of other tensors of the same model: copies, since the memory is used again.
+    """State for an engine of other tensors of the same model, without the residual of ``replaced`` ones.
 
-    Args:
-        engine: The one that ends.
-        replaced: Tensors whose residual is left out.
+    Copies, since the memory is used again.
     """
     state = local_state(engine)
     memory = {
         field: {name: piece.clone() for name, piece in views.items() if name not in replaced}
         for field, views in state["memory"].items()
     }
-    return {**state, "memory": memory, "counters": engine.counters()}
+    counted = {"windows": engine.windows, "epoch": engine.epoch, "first_windows": engine.first_windows.state_dict()}
+    return {**state, "memory": memory, "counters": counted | vars(engine.notices)}
 
 
 def restore_carried(engine: Engine, state: Mapping[str, Any]) -> None:
@@ -163,11 +162,13 @@ def restore_carried(engine: Engine, state: Mapping[str, Any]) -> None:
     builder.restore()
     restore_sparsifier(engine, state["compressor"])
     restore_unstepped(engine, state["unstepped"])
-    engine.resume(state["counters"])
+    counters = state["counters"]
+    engine.windows, engine.epoch = counters["windows"], counters["epoch"]
+    engine.first_windows.load_state_dict(counters["first_windows"])
+    engine.notices = Notices(counters["own"], counters["heard"])
 
 
 def _by_name(engine: Engine, flat: Tensor) -> dict[str, Tensor]:
-    """Views of a flat vector in logical order and shape."""
     layout = engine.space.layout
     edges = layout.edges.tolist()
     return {spec.name: spec.logical(flat[edges[i] : edges[i + 1]]) for i, spec in enumerate(layout.specs)}

@@ -175,8 +175,7 @@ class EngineExchange(GradientExchange):
         return tuple(dict.fromkeys(filter(None, notes)))
 
     def begin_batch(self) -> None:
-        self.engine.finish()
-        self.engine.drop_gradients()
+        self.engine.begin_batch()
 
     def begin_backward(self, epoch: int) -> None:
         self.engine.begin_backward(epoch)

@@ -64,6 +64,7 @@ SHARDED = {"collective": "sharded", "world_size": 3}
         {"collective": "auto", "compressor": "oktopk", "fusion": "adaptive"},
         SHARDED | {"wire": "q4", "tensors": specs(dense=(1, 4))},
         {"memory": "dgc"},
+        {"fusion": "selective", "collective": "hybrid", "world_size": 3},
         {"tensors": specs(dtype=torch.float16), "collective": "allreduce"},
         {"wire": "bitmap-fp16", "world_size": 3, "tensors": specs(((40, 30), (0,), (0, 3), (7, 11)))},
         *slow([{"compressor": "gaussiank"}, {"compressor": "none"}, {"memory": "ef21"}, {"scope": "group"}]),
@@ -362,7 +363,7 @@ def test_arrivals_are_those_without_the_engine_where_the_host_is_the_bottleneck(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, behind: bool
 ) -> None:
     host = Clock()
-    for module in ("engine", "window", "backward"):
+    for module in ("engine", "window"):
         monkeypatch.setattr(f"lightning_safusion.fusion.{module}.perf_counter", host.now)
     fill = Shipment.fill
 

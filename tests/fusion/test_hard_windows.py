@@ -78,6 +78,7 @@ def test_where_ranks_submit_at_different_points_nothing_is_asked_when_a_window_b
         ({"collective": "allreduce"}, float("inf")),
         ({"fusion": "naive"}, -float("inf")),
         ({"fusion": "horovod", "collective": "allreduce"}, float("nan")),
+        ({"fusion": "selective", "collective": "hybrid"}, float("nan")),
         ({"deferred": True}, float("nan")),
         ({"deferred": True, "collective": "allreduce"}, float("inf")),
         ({"deferred": True, "collective": "sharded"}, -float("inf")),
@@ -179,17 +180,6 @@ def test_a_tensor_fresh_on_some_ranks_is_averaged_as_ddp_does(make: Make, fusion
     torch.testing.assert_close(left, held, rtol=1e-4, atol=1e-3)
 
 
-def test_a_bad_tensor_fresh_on_some_ranks_poisons_no_residual(make: Make) -> None:
-    cluster = make(2)
-    train(cluster, 3)
-    before, grads = cluster.residuals(), cluster.random_grads(5)
-    grads[0][6][2] = float("nan")
-    with pytest.warns(UserWarning, match="computed on some ranks only"):
-        means = cluster.step(grads, [[True] * len(EACH), [i != 6 for i in EACH]])
-    assert all(torch.isnan(own[6]).any() for own in means)
-    assert equal(cluster.residuals()[6 :: len(EACH)], before[6 :: len(EACH)])
-
-
 def test_a_gradient_submitted_again_before_its_optimizer_stepped_carries_no_residual(make: Make) -> None:
     cluster = make(2)
     for engine in cluster.engines:
@@ -209,7 +199,7 @@ def test_a_gradient_submitted_again_before_its_optimizer_stepped_carries_no_resi
     assert not torch.equal(cluster.residual(0, 6), before[6])
 
 
-@pytest.mark.parametrize("fusion", ["aligned", "naive"])
+@pytest.mark.parametrize("fusion", ["aligned", "naive", "horovod"])
 def test_an_error_on_one_rank_is_raised_on_all_and_no_rank_hangs(make: Make, fusion: str) -> None:
     cluster = make(3, fusion=fusion)
     compressors = [failing(engine) for engine in cluster.engines]
@@ -219,6 +209,10 @@ def test_an_error_on_one_rank_is_raised_on_all_and_no_rank_hangs(make: Make, fus
     assert second == "no selection in step 3"
     assert "another rank could not select" in first
     assert third == first
+    if fusion != "naive":  # the window has ended on all ranks: the next one is in step again
+        compressors[1].fail = False
+        one, *others = random_window(cluster, 5)
+        assert all(equal(one, other) for other in others)
 
 
 @pytest.mark.parametrize("collective", ["allgather", "sharded", "hierarchical", "hierarchical-sharded"])
@@ -258,19 +252,6 @@ def test_phases_that_only_some_ranks_have_launched_of_an_abandoned_window_meet_n
     torch.testing.assert_close(left, sum(before) + sum(map(flat, given)), rtol=0, atol=1e-3)
 
 
-def test_an_order_that_changes_is_followed(make: Make) -> None:
-    cluster, forth = make(2, fusion="adaptive"), list(EACH)
-    orders, balance = [forth, forth[::-1], forth[::-1], forth[5:] + forth[:5]], []
-    for step in range(12):
-        grads = cluster.random_grads(step)
-        means = cluster.step(grads, order=orders[step // 3])
-        assert equal(*means)
-        balance.append(sum(map(flat, grads)) - sum(map(flat, means)))
-    held = flat(cluster.residuals()).view(2, -1)
-    torch.testing.assert_close(sum(balance), sum(held), rtol=0, atol=1e-3)
-    assert [spec.index for spec in cluster.engines[0].space.layout.specs] == orders[3]
-
-
 def test_the_density_of_a_schedule_is_followed(make: Make) -> None:
     cluster = make(2, density=ExponentialRamp(0.5, 0.01, 6), fusion="adaptive", collective="auto")
     sent = []
@@ -287,8 +268,8 @@ def test_only_gradients_of_the_first_window_are_dropped(make: Make) -> None:
     for step in range(3):
         random_window(cluster, step)
         for engine in cluster.engines:
-            engine.drop_gradients()
-            grads = engine.record._backward.grads
+            engine.begin_batch()
+            grads = engine.record._window.grads
             assert len(grads) == len(EACH)
             assert all(grad is None for grad in grads) == (step == 0)
 

@@ -51,7 +51,7 @@ class Net(LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         record = self.trainer.strategy.record
-        bypassed = -1 if record is None else int(record._backward.bypass.sum())
+        bypassed = -1 if record is None else int(record._window.bypass.sum())
         grad = None if self.probe.grad is None else self.probe.grad.clone()
         self.steps.append((len(self.trainer.strategy.gradient_specs(self)), bypassed, grad))
 

@@ -8,55 +8,49 @@ device keeps those out of the residual by itself. The host reads one window late
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, StreamOrderedExchange, Verdict
-from lightning_safusion.fusion.backward import BackwardPass
-from lightning_safusion.fusion.ending.base import Ending, Outcome
+from lightning_safusion.comm.transport.interface import Transport
+from lightning_safusion.fusion.ending.host import HostEnding
 from lightning_safusion.fusion.fused import IRREGULAR, NOT_FINITE, FusedPath, FusedShipment
 from lightning_safusion.fusion.gradients import Scratch, deliver
 from lightning_safusion.fusion.lanes import HostCopy, Lane
 from lightning_safusion.fusion.shipment import Shipment
+from lightning_safusion.fusion.space import GradientSpace
+from lightning_safusion.fusion.window import Outcome, Window
 
 
-class _Unread(NamedTuple):
-    """A window whose end the host has not read yet, and what it will read."""
-
-    backward: BackwardPass
-    shipments: Sequence[Shipment]
-    copies: HostCopy
-
-
-class DeviceEnding(Ending):
+class DeviceEnding(HostEnding):
     """Decodes every shipment as soon as its exchange ends, beside the backward pass, without the host.
 
-    Args:
-        device: Where the gradients are.
-        fused: The kernels of buffers that have some.
+    Windows that are not deferred, and plain ones, end as those of a :class:`HostEnding`, whose arguments it takes.
     """
 
-    def __init__(self, device: torch.device, fused: FusedPath) -> None:
-        self._lane = Lane(device)
+    defers = True
+
+    def __init__(self, space: GradientSpace, transport: Transport, fused: FusedPath) -> None:
+        super().__init__(space, transport, fused)
+        self._lane = Lane(space.device)
         # It has no work of its own: a moment that is recorded there is not behind the decoding of another buffer.
-        self._arrivals = Lane(device)
-        self._phases = Lane(device)  # what the later phases of an exchange need: no buffer waits for another's
-        self._fused = fused
-        self._scratch = Scratch(device)
+        self._arrivals = Lane(space.device)
+        self._phases = Lane(space.device)  # what the later phases of an exchange need: no buffer waits for another's
+        self._beside = Scratch(space.device)
         # bool, of the open window so far without fused shipments: whether all is well, and all means are finite
         self._found: tuple[Tensor, Tensor] | None = None
         self._queued: list[Shipment] = []  # in the lanes: their memory is in use
-        self._unread: _Unread | None = None
+        # a window whose end the host has not read yet, and what it will read
+        self._unread: tuple[Window, Sequence[Shipment], HostCopy] | None = None
 
     def forget(self) -> None:
-        """Forgets an open window, and what was not read.
-
-        The lanes go on with it, and may wait for a worker that is lost: the host does not wait for them here, after an
-        error. What they use is kept until :meth:`finish`.
+        """The lanes go on with an open window, and may wait for a worker that is lost: the host does not wait for them
+        here, after an error. What they use is kept until :meth:`finish`.
         """
+        super().forget()
         self._found = self._unread = None
         self._fused.forget()
 
@@ -69,8 +63,9 @@ class DeviceEnding(Ending):
             self._fused.forget()  # they may have found something wrong since
 
     def release(self) -> bool:
+        super().release()
         if not self._queued:
-            self._scratch.release()
+            self._beside.release()
         return not self._queued
 
     def launched(self, shipment: Shipment) -> None:
@@ -90,11 +85,11 @@ class DeviceEnding(Ending):
                         shipment.decode_means(self._fused.windows.status)
                     else:
                         self._decode(shipment)
-                shipment.decoded = shipment.backward.mark()
+                shipment.decoded = shipment.window.mark()
 
     def _decode(self, shipment: Shipment) -> None:
         buffer, exchange = shipment.buffer, _stream_ordered(shipment)
-        scratch = self._scratch.of(buffer)
+        scratch = self._beside.of(buffer)
         mean = exchange.decode(scratch)
         bad, regular = exchange.standing()
         finite = torch.isfinite(mean).all()
@@ -102,33 +97,32 @@ class DeviceEnding(Ending):
         self._found = (good, finite) if self._found is None else (self._found[0] & good, self._found[1] & finite)
         exchange.poison(mean, bad)
         mean = buffer.memory.received(buffer.start, buffer.stop, mean)
-        shipment.rounding = deliver(shipment.backward, buffer, mean)
+        shipment.rounding = deliver(shipment.window, buffer, mean)
         exchange.release(scratch)
 
-    def run(self, backward: BackwardPass, shipments: Sequence[Shipment], notices: int) -> Outcome:
+    def run(self, window: Window, shipments: Sequence[Shipment]) -> Outcome:
         """Takes what was sent out of the residual if the device finds the window good: :meth:`read` says whether.
 
         Raises:
             Exception: The error of the window.
         """
-        awaited = backward.mark()
+        if window.plain or not window.deferred:
+            return super().run(window, shipments)
+        awaited = window.mark()
         for shipment in shipments:
             shipment.awaited = awaited
         self._lane.join()
         self._queued = []
         found, self._found = self._found, None
         if shipments:  # none: a model without tensors
-            self._unread = self._commit(backward, shipments, found)
-        if backward.error is not None:
-            raise backward.error
-        return Outcome(backward, shipments, True, 0)
+            self._unread = window, shipments, self._commit(shipments, found)
+        if window.error is not None:
+            raise window.error
+        return Outcome(window, shipments, True, 0)
 
-    def _commit(
-        self, backward: BackwardPass, shipments: Sequence[Shipment], found: tuple[Tensor, Tensor] | None
-    ) -> _Unread:
+    def _commit(self, shipments: Sequence[Shipment], found: tuple[Tensor, Tensor] | None) -> HostCopy:
         """Commits all shipments if everything is well; ``found``: of those that are not fused."""
-        fused = [shipment for shipment in shipments if isinstance(shipment, FusedShipment)]
-        others = [shipment for shipment in shipments if not isinstance(shipment, FusedShipment)]
+        fused, others = _parted(shipments)
         decided = []
         if found is not None:
             good, finite = found
@@ -142,18 +136,18 @@ class DeviceEnding(Ending):
         if fused:
             self._fused.commit(fused)
             decided = [self._fused.windows.verdicts]
-        return _Unread(backward, shipments, HostCopy([*decided, *(_stream_ordered(s).headers for s in others)]))
+        return HostCopy([*decided, *(_stream_ordered(shipment).headers for shipment in others)])
 
     def read(self) -> Outcome | None:
-        """What the device has decided about the last window; waits for that.
+        """What is not known yet of the last window; waits for the device. None if there is nothing.
 
         Raises:
             RuntimeError: If tensors had a gradient on some ranks only, which this ending cannot average.
         """
         if self._unread is None:
-            return None
-        unread, self._unread = self._unread, None
-        backward, shipments, good = unread.backward, unread.shipments, self._read(unread)
+            return super().read()
+        (window, shipments, copies), self._unread = self._unread, None
+        good = self._read(shipments, copies)
         notices, irregular = 0, []
         for shipment in shipments:
             verdict = cast(Verdict, shipment.verdict)
@@ -163,17 +157,15 @@ class DeviceEnding(Ending):
         if irregular and not notices & Notice.FAILED:
             raise RuntimeError(
                 f"{len(irregular)} parameters ({', '.join(irregular[:8])}) got a gradient on some ranks only in step "
-                f"{backward.step}: the gradients of that step were wrong. Pass find_unused_parameters=True to the "
+                f"{window.step}: the gradients of that step were wrong. Pass find_unused_parameters=True to the "
                 "strategy (by name: 'safusion_find_unused_parameters_true')."
             )
-        return Outcome(backward, shipments, good, notices)
+        return Outcome(window, shipments, good, notices)
 
-    def _read(self, unread: _Unread) -> bool:
-        """Whether the window was good; gives all shipments their verdicts, and says which tensors are sound."""
-        fused = [shipment for shipment in unread.shipments if isinstance(shipment, FusedShipment)]
-        others = [shipment for shipment in unread.shipments if not isinstance(shipment, FusedShipment)]
-        decided, *headers = unread.copies.read()
-        found = dict(zip(others, headers, strict=True))
+    def _read(self, shipments: Sequence[Shipment], copies: HostCopy) -> bool:
+        fused, others = _parted(shipments)
+        decided, *headers = copies.read()
+        found: dict[Shipment, Tensor] = dict(zip(others, headers, strict=True))
         if fused:
             status, own = self._fused.windows.read(decided, [shipment.kernels for shipment in fused])
             found |= dict(zip(fused, own, strict=True))
@@ -185,6 +177,11 @@ class DeviceEnding(Ending):
             if status:  # of a mean that is not finite, or a damaged message, it does not say in which tensor
                 shipment.sound = ~verdict.bad & (status == IRREGULAR)
         return status == 0
+
+
+def _parted(shipments: Sequence[Shipment]) -> tuple[list[FusedShipment], list[Shipment]]:
+    fused = [shipment for shipment in shipments if isinstance(shipment, FusedShipment)]
+    return fused, [shipment for shipment in shipments if not isinstance(shipment, FusedShipment)]
 
 
 def _stream_ordered(shipment: Shipment) -> StreamOrderedExchange:

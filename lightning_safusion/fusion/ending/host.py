@@ -4,63 +4,60 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_safusion.comm.exchange import Notice, all_finite
-from lightning_safusion.comm.transport.interface import Transport
-from lightning_safusion.fusion.backward import BackwardPass
-from lightning_safusion.fusion.ending.base import Ending, Outcome
-from lightning_safusion.fusion.ending.damage import Findings
+from lightning_safusion.comm.transport.interface import DamagedMessageError, Transport, Work
 from lightning_safusion.fusion.fused import FusedPath, FusedShipment
 from lightning_safusion.fusion.gradients import Scratch, withdraw
 from lightning_safusion.fusion.lanes import HostCopy
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
+from lightning_safusion.fusion.window import Outcome, Window
 
 # Elements that share an all-reduce where gradients are averaged in place: latency counts for no more than these bytes.
 _TOGETHER = 1 << 18
 
 
-class HostEnding(Ending):
-    """Writes the means of a complete window into its gradients, and takes what was sent out of the residual.
+class HostEnding:
+    """Ends windows: waits for the messages, writes the means, and takes what was sent out of the residual.
 
-    Args:
-        space: The flat gradient space.
-        transport: Communicator for gradients that are averaged in place.
-        fused: The kernels of buffers that have some.
+    ``transport`` averages gradients in place; ``fused``: the kernels of buffers that have some.
     """
+
+    defers: ClassVar[bool] = False  #: knows how to end a window that is deferred
 
     def __init__(self, space: GradientSpace, transport: Transport, fused: FusedPath) -> None:
         self._space, self._transport, self._fused = space, transport, fused
         self._scratch = Scratch(space.device)
         self._warned = False
         # whether some rank has said each notice, in a window that did not wait
-        self._unread: tuple[BackwardPass, HostCopy] | None = None
+        self._told: tuple[Window, HostCopy] | None = None
 
-    def run(self, backward: BackwardPass, shipments: Sequence[Shipment], notices: int) -> Outcome:
-        if backward.plain:
-            return self._average_all(backward, notices)
+    def launched(self, shipment: Shipment) -> None:
+        """A shipment of the open window, which is deferred, has been launched."""
+
+    def run(self, window: Window, shipments: Sequence[Shipment]) -> Outcome:
+        """Ends a window whose shipments have been launched in this order.
+
+        Raises:
+            WorkerLostError: If a peer is lost (with the buffer's tensors).
+        """
+        if window.plain:
+            return self._average_all(window)
+        self._decode_all(window, shipments)
+        fused: list[FusedShipment] = []
         again: list[int] = []
         odd: list[int] = []  # those of them of which some ranks have sent nothing
-        notices = 0
+        good, notices = True, 0
         for shipment in shipments:
-            if shipment.buffer.exchange.ability.phases:
-                shipment.advance(wait=True)
-        if backward.wary:
-            self._copy_if_bad(backward, shipments)
-        good, fused = True, [shipment for shipment in shipments if isinstance(shipment, FusedShipment)]
-        if self._space.transport.sealed:
-            self._decode_verified(backward, shipments)
-        else:
-            for shipment in shipments:
-                shipment.wait()
-                shipment.decode(self._scratch)
-        for shipment in fused:
-            shipment.judge()
-        for shipment in shipments:
+            if isinstance(shipment, FusedShipment):
+                fused.append(shipment)
+                shipment.judge()
             good &= shipment.sound is None
             if (verdict := shipment.verdict) is not None:
                 notices |= verdict.notices
@@ -68,86 +65,116 @@ class HostEnding(Ending):
                     places, irregular = shipment.buffer.places, verdict.irregular(self._transport.world_size)
                     again += [places[tensor] for tensor in shipment.repaired]
                     odd += [places[tensor] for tensor in shipment.repaired if irregular[tensor]]
-        if notices & Notice.FAILED:
-            return Outcome(backward, shipments, False, notices)
-        if odd:
-            self._warn(self._space.layout.names(odd))
-        if again:
-            self._average_again(backward, again)
-        if fused:
-            self._fused.commit(fused, good)
-        for shipment in shipments:
-            if good and not isinstance(shipment, FusedShipment):
-                shipment.commit()
-        return Outcome(backward, shipments, good, notices)
+        if not notices & Notice.FAILED:
+            if again:
+                self._average_again(window, again, self._space.layout.names(odd))
+            if fused:
+                self._fused.commit(fused, good)
+            for shipment in shipments:
+                if good and not isinstance(shipment, FusedShipment):
+                    shipment.commit()
+        return Outcome(window, shipments, good, notices)
 
-    def _decode_verified(self, backward: BackwardPass, shipments: Sequence[Shipment]) -> None:
-        """Writes the means of all messages; ranks agree on their checksums before anything leaves the residual.
+    def _decode_all(self, window: Window, shipments: Sequence[Shipment]) -> None:
+        for shipment in shipments:
+            if shipment.buffer.exchange.ability.phases:
+                shipment.advance(wait=True)
+        if window.wary:
+            self._copy_if_bad(window, shipments)
+        if self._space.transport.sealed:
+            self._decode_verified(window, shipments)
+        else:
+            for shipment in shipments:
+                shipment.wait()
+                shipment.decode(self._scratch)
+
+    def _decode_verified(self, window: Window, shipments: Sequence[Shipment]) -> None:
+        """Ranks agree on the checksums of all messages before anything leaves the residual.
 
         Raises:
             DamagedMessageError: On all ranks, if a message was damaged on its way to one.
         """
-        findings, damaged = Findings(shipments, self._transport), False
+        workers, damage = self._transport.world_size, torch.zeros(1, dtype=torch.int64)
+        work: Work | None = None
         for shipment in shipments:
             shipment.wait()
-            damaged |= bool(shipment.damaged)
+            if shipment.damaged and not damage:
+                from_end = len(shipments) - shipments.index(shipment)
+                damage.fill_((from_end * workers + shipment.damaged[0]) * workers + self._transport.rank)
+            damaged = bool(damage)
             if shipment is shipments[-1]:
-                findings.share()  # under way while the last buffer is decoded
+                work = self._transport.all_reduce(damage, "max")  # under way while the last buffer is decoded
             if not damaged:
                 shipment.decode(self._scratch)
-        findings.check(backward.step)
+        if work is None:
+            return
+        work.wait()
+        if found := int(damage):
+            rest, receiver = divmod(found, workers)
+            from_end, sender = divmod(rest, workers)
+            raise DamagedMessageError(
+                f"a message of rank {sender} was damaged on its way to rank {receiver}, in the exchange of the buffer "
+                f"with {shipments[-from_end].buffer.title} in step {window.step}: its checksum (CRC-32C) is that of "
+                "other bytes. No rank has applied anything of this step, and the residuals keep its gradients. Look "
+                "for faulty memory, network cards or cables of these two workers"
+            )
 
-    def _copy_if_bad(self, backward: BackwardPass, shipments: Sequence[Shipment]) -> None:
-        """Copies this rank's gradients where some tensor is not finite: means take their places, and they may have to
-        leave the residual again."""
+    def _copy_if_bad(self, window: Window, shipments: Sequence[Shipment]) -> None:
+        """Means take the places of gradients, which may have to leave the residual again."""
         for shipment in shipments:
             shipment.wait()
         if any(shipment.buffer.exchange.verdict().bad.any() for shipment in shipments):
-            backward.copies = {place: grad.clone() for place, grad in enumerate(backward.grads_of(0, backward.length))}
+            window.copies = {place: grad.clone() for place, grad in enumerate(window.grads_of(0, window.length))}
 
-    def _average_again(self, backward: BackwardPass, places: Sequence[int]) -> None:
-        """Averages gradients in place, as DDP does, without their residuals."""
-        grads = {place: backward.grads_of(place, place + 1)[0] for place in places}
-        withdraw(self._space.memory, backward, grads)
+    def _average_again(self, window: Window, places: Sequence[int], odd: Sequence[str]) -> None:
+        """As DDP does, without their residuals; ``odd``: names of those that some ranks have not sent."""
+        if odd:
+            self._warn(odd)
+        grads = {place: window.grads_of(place, place + 1)[0] for place in places}
+        withdraw(self._space.memory, window, grads)
         for place in places:
-            backward.copies.pop(place, None)
+            window.copies.pop(place, None)
         self.average(list(grads.values()))
 
     def read(self) -> Outcome | None:
-        """Notices of a window that had no messages and did not wait."""
-        unread, self._unread = self._unread, None
-        return None if unread is None else Outcome(unread[0], (), True, _notices(unread[1].read()[0].tolist()))
+        """What :meth:`run` did not know yet of the last window; waits for the device. None if there is nothing."""
+        told, self._told = self._told, None
+        return None if told is None else Outcome(told[0], (), True, _notices(told[1].read()[0].tolist()))
 
     def forget(self) -> None:
-        self._unread = None
+        """Forgets an open window, and what was not read: another rank may be lost."""
+        self._told = None
+
+    def finish(self) -> None:
+        """The host waits for what a device still does for a window that was forgotten, before another one begins."""
 
     def release(self) -> bool:
+        """Frees the memory; returns whether a device may not use any of it any more."""
         self._scratch.release()
         return True
 
-    def _average_all(self, backward: BackwardPass, notices: int) -> Outcome:
-        """Averages all gradients in place. If deferred, it knows neither notices nor whether all are finite."""
-        told = torch.zeros(len(Notice), dtype=torch.float32, device=self._space.device)
+    def _average_all(self, window: Window) -> Outcome:
+        """If deferred, it knows neither notices nor whether all are finite."""
+        said = torch.zeros(len(Notice), dtype=torch.float32, device=self._space.device)
         for place, notice in enumerate(Notice):
-            if notices & notice:
-                told[place : place + 1].fill_(1.0)
-        if backward.deferred:
-            self._transport.all_reduce(told).wait()
-            self._unread = backward, HostCopy([told])
-            present, heard = np.ones(backward.length, bool), 0
+            if window.notices.own & notice:
+                said[place : place + 1].fill_(1.0)
+        if window.deferred:
+            self._transport.all_reduce(said).wait()
+            self._told = window, HostCopy([said])
+            present, heard = np.ones(window.length, bool), 0
         else:
-            fresh = torch.from_numpy(backward.fresh).to(self._space.device, torch.float32)
-            said = torch.cat([fresh, told])
+            said = torch.cat([torch.from_numpy(window.fresh).to(said), said])
             self._transport.all_reduce(said).wait()
             sums = said.cpu().numpy()
-            present, heard = sums[: backward.length] > 0, _notices(sums[backward.length :].tolist())
+            present, heard = sums[: window.length] > 0, _notices(sums[window.length :].tolist())
         grads = []
         for place in np.flatnonzero(present).tolist():
-            grads += backward.grads_of(place, place + 1)
-            if not backward.fresh[place]:
+            grads += window.grads_of(place, place + 1)
+            if not window.fresh[place]:
                 grads[-1].zero_()
         self.average(grads)
-        return Outcome(backward, (), backward.deferred or all(map(all_finite, grads)), heard)
+        return Outcome(window, (), window.deferred or all(map(all_finite, grads)), heard)
 
     def average(self, grads: Sequence[Tensor]) -> None:
         """Writes the means over ranks into flat gradients, as DDP does. Collective."""
@@ -176,9 +203,9 @@ class HostEnding(Ending):
         )
 
 
-def _notices(told: Sequence[float]) -> int:
+def _notices(ranks: Sequence[float]) -> int:
     """Bits of ``Notice``, from how many ranks have said each."""
-    return sum(notice for notice, ranks in zip(Notice, told, strict=True) if ranks > 0)
+    return sum(notice for notice, said in zip(Notice, ranks, strict=True) if said > 0)
 
 
 def _pieces(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:

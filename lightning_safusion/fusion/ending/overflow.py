@@ -36,8 +36,7 @@ class OverflowGuard:
     def reset(self, together: bool) -> None:
         """Resets what overflowed, if a window was not committed, and warns with the names of the tensors.
 
-        Args:
-            together: All ranks call this now. Memories with a state that all ranks share are reset only then.
+        ``together``: all ranks call this now. Memories with a state that all ranks share are reset only then.
         """
         memory, layout = self.space.memory, self.space.layout
         if not self.pending or not (together or memory.hands_on):

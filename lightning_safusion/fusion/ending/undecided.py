@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 
-from lightning_safusion.fusion.ending.base import Outcome
+from lightning_safusion.fusion.ending.overflow import OverflowGuard
 from lightning_safusion.fusion.gradients import withdraw
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
+from lightning_safusion.fusion.window import Outcome, Window
 
 _NAMES = 8
+# Windows after one with a gradient that is not finite in which the next such window is expected.
+_WARY_WINDOWS = 100
 
 
-@dataclass(eq=False)
 class OptimizerSteps:
     """Which tensors' optimizers have stepped since their gradients were exchanged; bool by registration index.
 
@@ -24,12 +25,9 @@ class OptimizerSteps:
     gradient that was exchanged before has been thrown away, and this one may be.
     """
 
-    tensors: InitVar[int]
-    tracked: np.ndarray = field(init=False)  #: an optimizer that uses the gradient is watched
-    unstepped: np.ndarray = field(init=False)  #: exchanged, and its optimizer has not stepped yet
-
-    def __post_init__(self, tensors: int) -> None:
-        self.tracked, self.unstepped = np.zeros(tensors, bool), np.zeros(tensors, bool)
+    def __init__(self, tensors: int) -> None:
+        self.tracked = np.zeros(tensors, bool)  #: an optimizer that uses the gradient is watched
+        self.unstepped = np.zeros(tensors, bool)  #: exchanged, and its optimizer has not stepped yet
 
     def exchanged(self, indices: np.ndarray) -> None:
         """The gradients of some tensors have been exchanged."""
@@ -52,7 +50,6 @@ class OptimizerSteps:
         self.tracked[:] = False
 
 
-@dataclass(eq=False)
 class Undecided:
     """The last window that was not committed, until the next one begins.
 
@@ -61,29 +58,32 @@ class Undecided:
     Where nobody knows whether an optimizer steps, it is taken to.
     """
 
-    space: GradientSpace
-    outcome: Outcome | None = None  #: None: there is none
-    _named: set[str] = field(default_factory=set)
+    def __init__(self, space: GradientSpace, steps: OptimizerSteps, overflow: OverflowGuard) -> None:
+        self._space, self._steps, self._overflow = space, steps, overflow
+        self.outcome: Outcome | None = None  #: None: there is none
+        self.wary_until = 0  #: number of the first window in which no gradient is expected that is not finite
+        self._named: set[str] = set()
 
-    def decide(self, unstepped: np.ndarray) -> None:
-        """Ends the window; what it sent stays in the residual if this is not called.
+    def decide(self, outcome: Outcome) -> None:
+        """Ends the window; what it sent stays in the residual if this is not called."""
+        self.outcome, window = None, outcome.window
+        self._commit(window, outcome.shipments)
+        self._steps.stepped(window.exchanged)
+        self.wary_until, self._overflow.pending = window.step + _WARY_WINDOWS, True
+        self._overflow.reset(together=False)
 
-        Args:
-            unstepped: bool, by registration index: exchanged, and its optimizer has not stepped since.
-        """
-        if self.outcome is None:
-            return
-        (backward, shipments, *_), self.outcome = self.outcome, None
+    def _commit(self, window: Window, shipments: Sequence[Shipment]) -> None:
+        unstepped = self._steps.unstepped
         for shipment in shipments:
             used = ~unstepped[shipment.buffer.indices]
             if shipment.sound is not None:
                 used &= shipment.sound
             if used.any():
                 shipment.commit(unused=np.flatnonzero(~used).tolist())
-        kept = unstepped[self.space.layout.indices]
-        withdraw(self.space.memory, backward, {place: grad for place, grad in backward.copies.items() if kept[place]})
-        backward.copies = {}
-        self._warn(backward.step, shipments)
+        kept = unstepped[self._space.layout.indices]
+        withdraw(self._space.memory, window, {place: grad for place, grad in window.copies.items() if kept[place]})
+        window.copies = {}
+        self._warn(window.step, shipments)
 
     def _warn(self, step: int, shipments: Sequence[Shipment]) -> None:
         bad = [
@@ -94,6 +94,6 @@ class Undecided:
         ]
         names = [name for name in bad if name not in self._named]
         self._named.update(names)
-        if names and self.space.transport.rank == 0:
+        if names and self._space.transport.rank == 0:
             shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
             warnings.warn(f"gradients of {shown} were not finite in step {step}", stacklevel=2)

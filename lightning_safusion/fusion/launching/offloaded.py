@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_safusion.comm.cost import LinearCost, fit_linear
 from lightning_safusion.comm.exchange import TensorFlag
 from lightning_safusion.comm.wire.codec import spread
-from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.gradients import compensate
 from lightning_safusion.fusion.lanes import HostCopy, Lane
@@ -25,6 +24,7 @@ from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.selective import choose_offloaded
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
+from lightning_safusion.fusion.window import Window
 from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, span_segments
 from lightning_safusion.sparsify.selection.survey import History
 
@@ -44,9 +44,7 @@ class Offloaded(Launching):
     so that the hook does not wait for a device that is behind the host. (The paper's release copies to pageable memory
     inside the hook, which stops the backward pass; all its scripts have offloading switched off.)
 
-    Args:
-        space, planner, dense_first: See :class:`Launching`.
-        costs: Seconds of a selection by bytes: in place, and on the thread, copies included.
+    ``costs``: seconds of a selection by bytes, in place, and on the thread, copies included.
     """
 
     asks_always = True
@@ -85,24 +83,24 @@ class Offloaded(Launching):
             )
             self._groups |= {group.start + t: group for t in np.flatnonzero(chosen).tolist()}
 
-    def closing(self, backward: BackwardPass, place: int, grad: Tensor, group: Group | None) -> Iterable[Group]:
+    def closing(self, window: Window, place: int, grad: Tensor, group: Group | None) -> Iterable[Group]:
         """Adds a chosen gradient to the residual and begins to select from it."""
-        wanted = place in self._groups and backward.groups and backward.error is None
-        if wanted and backward.fresh[place] and not backward.bypass[place]:
+        wanted = place in self._groups and window.groups and window.error is None
+        if wanted and window.fresh[place] and not window.bypass[place]:
             try:
                 with self.lane.fork():
-                    self._select(backward, place, grad)
+                    self._select(window, place, grad)
             except Exception as error:
-                backward.error = error
-        return super().closing(backward, place, grad, group)
+                window.error = error
+        return super().closing(window, place, grad, group)
 
-    def _select(self, backward: BackwardPass, place: int, grad: Tensor) -> None:
+    def _select(self, window: Window, place: int, grad: Tensor) -> None:
         group = self._groups[place]
         buffer, tensor = self.space.buffer(group), place - group.start
         known = self._flags.get(group)
         flags = torch.zeros_like(buffer.all_fresh)
         flags[tensor : tensor + 1] = int(TensorFlag.FRESH)  # a slice: for one element the host would wait for a device
-        flags = compensate(buffer, [grad], [tensor], flags, backward.scale)
+        flags = compensate(buffer, [grad], [tensor], flags, window.scale)
         self._flags[group] = flags if known is None else known | flags
         x = buffer.span[buffer.edges[tensor] : buffer.edges[tensor + 1]]
         part = _part(buffer, tensor)
@@ -111,11 +109,11 @@ class Offloaded(Launching):
             begin = None if x.is_cpu else partial(torch.cuda.set_device, x.device)
             self._thread = ThreadPoolExecutor(1, "safusion-select", begin)
         if x.is_cpu:
-            chosen = self._thread.submit(self.space.selector.select, x, part, backward.step)
+            chosen = self._thread.submit(self.space.selector.select, x, part, window.step)
         else:
             with self._copies.fork():
                 copied = HostCopy([x])
-            chosen = self._thread.submit(self._on_host, copied, part, backward.step)
+            chosen = self._thread.submit(self._on_host, copied, part, window.step)
         self._selections[place] = chosen
 
     def _on_host(self, copied: HostCopy, part: History, step: int) -> Selection:
@@ -123,8 +121,8 @@ class Offloaded(Launching):
         count = int(chosen.count)
         return Selection(chosen.indices[:count].pin_memory(), chosen.values[:count].pin_memory(), count)
 
-    def fill(self, buffer: Buffer, backward: BackwardPass) -> Shipment | None:
-        shipment, group = Shipment(buffer, backward), buffer.group
+    def fill(self, buffer: Buffer, window: Window) -> Shipment | None:
+        shipment, group = Shipment(buffer, window), buffer.group
         early = [place - group.start for place in buffer.places if place in self._selections]
         shipment.fill(self.space.selector, early, self._flags.get(group))
         ready, self._waiting = (self._waiting, shipment) if self.late_by_one else (shipment, None)
@@ -135,12 +133,11 @@ class Offloaded(Launching):
         return self._collected(ready)
 
     def _collected(self, shipment: Shipment | None) -> Shipment | None:
-        """The shipment with the selections from all of its tensors; waits for them."""
         if shipment is not None:
             try:
                 self._collect(shipment)
             except Exception as error:
-                shipment.flags, shipment.backward.error = None, error
+                shipment.flags, shipment.window.error = None, error
         return shipment
 
     def _collect(self, shipment: Shipment) -> None:
@@ -173,7 +170,6 @@ class Offloaded(Launching):
 
 
 def _part(buffer: Buffer, tensor: int) -> History:
-    """One tensor of a buffer as a span of its own."""
     cut, one = buffer.segments, slice(tensor, tensor + 1)
     if cut is None:
         raise ValueError(f"nothing is selected from {buffer.group}")
@@ -198,12 +194,9 @@ def _merged(parts: Sequence[Selection], numel: int) -> Selection:
 
 
 def selection_costs(sparsifier: Sparsifier, device: torch.device, measure: bool) -> tuple[LinearCost, LinearCost]:
-    """Seconds of a selection in place and on the host, by bytes.
+    """Seconds of a selection in place and on the host, by bytes; gradients live on ``device``.
 
-    Args:
-        sparsifier: Is timed, a copy of it.
-        device: Where gradients live.
-        measure: Whether this rank may time it; else numbers that are the same in every run.
+    ``measure``: this rank may time a copy of the compressor; else numbers are the same in every run.
     """
     on_host = device.type == "cpu"
     if not measure:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
-from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.buffers import Buffer
 from lightning_safusion.fusion.fused import FusedPath
 from lightning_safusion.fusion.lanes import Lane
@@ -15,6 +14,7 @@ from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
+from lightning_safusion.fusion.window import Window
 
 # Until the order of the gradients is known everything is sent at the end, in pieces that bound the memory of a buffer.
 _UNPLANNED_ELEMENTS = 1 << 25
@@ -23,16 +23,12 @@ _UNPLANNED_ELEMENTS = 1 << 25
 class Launching:
     """Says which buffers are filled and sent when; here as soon as the last tensor of a planned group has arrived.
 
-    A window calls the methods in the order in which they stand here.
-
-    Args:
-        space: Order, quotas, residual and buffers of the tensors.
-        planner: Says which tensors share a buffer.
-        dense_first: What no plan covers is dense; else sparse.
+    A window calls the methods in the order in which they stand here. ``dense_first``: what no plan covers is dense.
     """
 
     late_by_one = False  #: buffers are sent when the next one closes
-    asks_always = False  #: every tensor may close groups, not only one that completes a planned one
+    #: Every tensor may close groups, not only one that completes a planned one, and so may the end of the window.
+    asks_always = False
 
     def __init__(self, space: GradientSpace, planner: Planner, dense_first: bool = True) -> None:
         self.space, self.planner, self.dense_first = space, planner, dense_first
@@ -46,27 +42,27 @@ class Launching:
     def follow(self, plan: Plan) -> None:
         """Takes another plan, before the first window with it."""
 
-    def closing(self, backward: BackwardPass, place: int, grad: Tensor, group: Group | None) -> Iterable[Group]:
+    def closing(self, window: Window, place: int, grad: Tensor, group: Group | None) -> Iterable[Group]:
         """Groups to send now that a tensor has been submitted, which completes ``group``, if any."""
         return () if group is None else (group,)
 
-    def fill(self, buffer: Buffer, backward: BackwardPass) -> Shipment | None:
+    def fill(self, buffer: Buffer, window: Window) -> Shipment | None:
         """Fills a buffer; returns the shipment that can be sent now, if any."""
         fused, selector = self.fused, self.space.selector
-        shipment = fused.shipment(buffer, backward, selector) if fused.serves else Shipment(buffer, backward)
+        shipment = fused.shipment(buffer, window, selector) if fused.serves else Shipment(buffer, window)
         shipment.fill(selector)
         return shipment
 
-    def rest(self, backward: BackwardPass) -> Iterator[Group]:
+    def rest(self, window: Window) -> Iterator[Group]:
         """Groups to send when every tensor has been submitted.
 
         Planned ones that gradients out of order have delayed; everything if nothing is planned.
         """
-        yield from backward.groups[backward.next_group :]
-        if backward.launched < backward.length:
+        yield from window.groups[window.next_group :]
+        if window.launched < window.length:
             collective = self.planner.fallback(self.space.shape, sparse=not self.dense_first)
             edges = self.space.layout.edges
-            while (start := backward.launched) < backward.length:
+            while (start := window.launched) < window.length:
                 stop = int(np.searchsorted(edges, edges[start] + _UNPLANNED_ELEMENTS, side="right")) - 1
                 yield Group(start, max(start + 1, stop), collective)
 
@@ -74,7 +70,7 @@ class Launching:
         """The shipment that is still to be sent after these, if any."""
         return None
 
-    def late(self, backward: BackwardPass) -> Iterable[Group]:
+    def late(self, window: Window) -> Iterable[Group]:
         """Groups to send after the backward pass, before the window ends; may wait for other ranks."""
         return ()
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.transport.interface import Transport
-from lightning_safusion.fusion.backward import BackwardPass
 from lightning_safusion.fusion.launching.planned import Launching
 from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
+from lightning_safusion.fusion.window import Window
 
 
 class _Question:
@@ -32,7 +32,6 @@ class _Question:
         self.answered = True
 
     def answer(self) -> int:
-        """Waits for the minimum."""
         self._work.wait()
         return int(self._count.item())
 
@@ -73,13 +72,9 @@ class Ticks:
         self._due = (math.floor(now / self.cycle) + 1) * self.cycle if self.cycle > 0 else now
 
     def poll(self, ready: int) -> int:
-        """Asks if it is time, and reads the answer if there is one. Never waits.
+        """Asks if it is time, and reads the answer if there is one; returns :attr:`agreed`. Never waits.
 
-        Args:
-            ready: Tensors that this rank has ready, rising from call to call.
-
-        Returns:
-            :attr:`agreed`.
+        ``ready``: tensors that this rank has ready, rising from call to call.
         """
         if self._question is not None and self._question.answered:
             self._read(self._question)
@@ -88,13 +83,7 @@ class Ticks:
         return self.agreed
 
     def rest(self, total: int) -> Iterator[int]:
-        """Waits for the missing answers, once the backward pass has ended.
-
-        Args:
-            total: Tensors of the model.
-
-        Yields:
-            :attr:`agreed`, in the end ``total``.
+        """Waits for the missing answers, after the backward pass: :attr:`agreed` after each, in the end ``total``.
 
         Raises:
             RuntimeError: If a rank is lost.
@@ -121,12 +110,7 @@ class Ticks:
 
 
 class Ticking(Launching):
-    """Sends what all ranks have ready at ticks of a clock, fused by capacity.
-
-    Args:
-        space, planner, dense_first: See :class:`Launching`.
-        ticks: Agreement on the tensors that are ready.
-    """
+    """Sends what all ranks have ready at ticks of a clock, fused by capacity."""
 
     asks_always = True
 
@@ -141,16 +125,16 @@ class Ticking(Launching):
             self._open = True
         return ()
 
-    def closing(self, backward: BackwardPass, place: int, grad: Tensor, group: Group | None) -> Iterable[Group]:
-        return self._fused(backward, self.ticks.poll(backward.ready)) if self._open else ()
+    def closing(self, window: Window, place: int, grad: Tensor, group: Group | None) -> Iterable[Group]:
+        return self._fused(window, self.ticks.poll(window.ready)) if self._open else ()
 
-    def rest(self, backward: BackwardPass) -> Iterator[Group]:
-        return iter(()) if self._open else super().rest(backward)
+    def rest(self, window: Window) -> Iterator[Group]:
+        return iter(()) if self._open else super().rest(window)
 
-    def late(self, backward: BackwardPass) -> Iterator[Group]:
+    def late(self, window: Window) -> Iterator[Group]:
         if self._open:
-            for ready in self.ticks.rest(backward.length):
-                yield from self._fused(backward, ready)
+            for ready in self.ticks.rest(window.length):
+                yield from self._fused(window, ready)
 
     def ended(self, shipments: Sequence[Shipment]) -> None:
         if self._open:  # the next window has other buffers
@@ -160,8 +144,7 @@ class Ticking(Launching):
     def forget(self) -> None:
         self._open = False
 
-    def _fused(self, backward: BackwardPass, ready: int) -> Iterable[Group]:
-        """Groups of what a tick has found ready on all ranks."""
-        if ready <= backward.launched:
+    def _fused(self, window: Window, ready: int) -> Iterable[Group]:
+        if ready <= window.launched:
             return ()
-        return self.planner.fuse(self.space.shape, backward.launched, ready)
+        return self.planner.fuse(self.space.shape, window.launched, ready)
