@@ -96,8 +96,6 @@ class Buffer:
         """Selects from the span; None if there is nothing to select from.
 
         Args:
-            selector: The compressor of the job.
-            step: Number of the window.
             absent: Tensors of which nothing is sent.
             early: Tensors from which the offloader selects.
             units: Elements are compared in these; None: as they are.

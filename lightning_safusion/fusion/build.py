@@ -61,10 +61,7 @@ def fingerprint(settings: EngineSettings, specs: Sequence[TensorSpec]) -> dict[s
 
 
 def check_equal(transport: Transport, values: dict[str, str]) -> list[str]:
-    """Compares settings across ranks, and the order that they are in.
-
-    Returns:
-        The names of the workers' hosts, by rank, which travel with the settings.
+    """Compares settings across ranks, and the order that they are in; returns the names of the workers' hosts, by rank.
 
     Raises:
         RuntimeError: On every rank, naming the settings that differ, with both values.

@@ -32,13 +32,7 @@ _KNOWN: dict[str, Collection[Any]] = {
 
 @dataclass(frozen=True)
 class Some:
-    """Some values of one setting.
-
-    Args:
-        setting: Its name.
-        has: Whether a value is one of them.
-        words: What they are called; by default their names are listed.
-    """
+    """Some values of one setting: those that it ``has``, in ``words``; by default their names are listed."""
 
     setting: str
     has: Callable[[Any], bool]
@@ -65,12 +59,9 @@ class Some:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Values of one setting that need values of others.
+    """Values of one setting that need all of some values of others.
 
-    Args:
-        when: The values that need others.
-        because: The reason, a clause whose subject is the setting.
-        needs: What they need, all of it.
+    ``because``: the reason, a clause whose subject is the setting.
     """
 
     when: Some
@@ -183,7 +174,6 @@ CONFLICTS = (
 
 
 def _name(value: Any) -> str:
-    """A value as users write it, in quotes if it is a name."""
     return repr(value if isinstance(value, str | bool) else value.name)
 
 

@@ -40,18 +40,9 @@ class Planner:
         collective: ``"auto"`` lets each buffer take what is predicted to be cheaper.
         prior: Costs of ``"allgather"`` and ``"allreduce"`` before anything else was measured, equal on all ranks; None
             plans with modelled costs and never with measured ones (a seeded run then repeats bit for bit).
-        announce: Called with a line on the buffers of a plan when other collectives are used than before, and when
-            reviews have found a slow worker.
+        announce: Called with a line when buffers take other collectives, or a slow worker was found.
         yields: Plain DDP may replace the engine if that is faster.
         hosts: Names of the workers' hosts by rank; empty if they are not known.
-
-    Attributes:
-        current: The plan in use; None before the first one and after :meth:`invalidate`.
-        decisions: The latest decisions, oldest first; the same on all ranks.
-        latest: The latest review that had measured windows; None before.
-        replans: Changes of the plan: buffers of the plan before are not used any more.
-        slowest: The worker that the others wait for, by the reviews.
-        opening: The latest window sends more than later ones will, so that plain DDP waits. Set by the engine.
     """
 
     def __init__(
@@ -68,15 +59,15 @@ class Planner:
         self.transport = transport
         self.collective = collective
         self.prior = prior
-        self.current: Plan | None = None
-        self.replans = 0
-        self.opening = False
-        self.latest: Review | None = None
+        self.current: Plan | None = None  #: in use; None before the first plan and after :meth:`invalidate`
+        self.replans = 0  #: changes of the plan: buffers of the plan before are not used any more
+        self.opening = False  #: the latest window sends more than later ones (the engine sets it): plain DDP waits
+        self.latest: Review | None = None  #: that had measured windows
         self._announce = announce
         self._announced: tuple[bool, bool] | None = None  # whether dense and sparse buffers were in the latest line
         schedule = policy.schedule() if prior is not None else None
         self._schedule = schedule or ReplanSchedule(Cadence(freeze_after=0))
-        self.decisions: deque[Decision] = deque(maxlen=_DECISIONS)
+        self.decisions: deque[Decision] = deque(maxlen=_DECISIONS)  #: oldest first; the same on all ranks
         self._profile: AgreedProfile | None = None
         self._recorder: ProfileRecorder | None = None
         self._search: CutSearch | None = None
@@ -84,7 +75,7 @@ class Planner:
         self._spans = WindowSpans(self._schedule.cadence.trial_windows)
         self._verified = True
         self._trials = Trials(yields)
-        self.slowest = SlowestWorker(hosts, announce)
+        self.slowest = SlowestWorker(hosts, announce)  #: the worker that the others wait for, by the reviews
         self._own = OwnTimes(transport.rank, transport.world_size)
 
     @property
@@ -148,7 +139,6 @@ class Planner:
         return self.policy.plan(costs) if self._profile is None else self.policy.resized(costs)
 
     def _begin_search(self, tensors: int, measured: Sequence[float] = ()) -> None:
-        """Begins the search of a policy that has one, or continues it after the seconds that it has measured."""
         self._search = self.policy.search(tensors)
         if self._search is not None:
             self._search.replay(measured)
@@ -161,9 +151,7 @@ class Planner:
     def observe(self, events: WindowEvents | None, shape: JobShape) -> None:
         """Records a planned window that has ended; may agree on a new plan. Called at the same point on all ranks.
 
-        Args:
-            events: The window; None, on all ranks, if its times were not recorded.
-            shape: Sizes and quotas of the tensors.
+        ``events``: None, on all ranks, if times were not recorded.
 
         Raises:
             RuntimeError: If ranks hold different plans.
@@ -196,7 +184,6 @@ class Planner:
             self._decide("freeze", self.current, shape)
 
     def _search_on(self, search: CutSearch, events: WindowEvents | None, shape: JobShape) -> None:
-        """Adds a window to the search; changes to its next plan, or to the best one, when there are enough windows."""
         if search.over or events is None:
             return
         self._spans.add(events)
@@ -211,7 +198,6 @@ class Planner:
             self._decide("freeze" if search.over else "try", plan, shape, seconds=seconds)
 
     def _agree_window(self, device: str) -> float:
-        """Agrees on the median window, NaN if none was measured, and on the worker that others wait for."""
         seconds, times = self._spans.agree_median(self.transport, device, self._own.to_vector())
         self.slowest.review(times)
         return seconds
@@ -244,7 +230,6 @@ class Planner:
             self._trials.count_dense(not sparse and costs.sparse_allowed and not self.opening)
 
     def _end_trial(self, trial: Trial, current: Plan, seconds: float, shape: JobShape) -> bool:
-        """Keeps the plan on trial, or goes back; returns whether another plan may be proposed at once."""
         stays, saved = self._trials.judge(trial, seconds)
         numbers = {"predicted": trial.promised, "measured": saved, "seconds": seconds}
         if stays:

@@ -29,18 +29,11 @@ _UNKNOWN = LinearCost(-math.inf, -math.inf)
 
 
 class ProfileRecorder:
-    """Running statistics of one rank, without the first windows of a job, which set up communicators and kernels.
-
-    Args:
-        num_tensors: Tensors in the ready order (L).
-
-    Attributes:
-        windows: Windows recorded.
-    """
+    """Running statistics of one rank, without the first windows of a job, which set up communicators and kernels."""
 
     def __init__(self, num_tensors: int) -> None:
-        self.num_tensors = num_tensors
-        self.windows = 0
+        self.num_tensors = num_tensors  #: in the ready order (L)
+        self.windows = 0  #: recorded
         self._arrivals: deque[np.ndarray] = deque(maxlen=_ARRIVALS)
         self._selections: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
         self._decodes: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
@@ -74,8 +67,7 @@ class ProfileRecorder:
 
         Args:
             arrivals: Seconds at which each gradient arrived, counted from any origin; NaN if it did not [L].
-            selections: ``(place after its last tensor, elements, seconds of selection, packing and launch)`` of each
-                buffer.
+            selections: ``(place after its last tensor, elements, seconds)`` of each buffer, until its launch.
             delays: Selections ran between the gradients, not beside them: the time of each is subtracted from the
                 arrivals after it, so that the profile does not depend on the plan it was measured with.
         """
@@ -94,7 +86,6 @@ class ProfileRecorder:
         """Adds one exchange. All ranks record the same exchanges in the same order, at their own pace.
 
         Args:
-            collective: What carried the buffer.
             nbytes: One rank's message (all-gather) or the buffer (all-reduce), bytes.
             seconds: Time on the link (see :func:`service_seconds`); NaN where this rank has no measurement.
         """
@@ -139,11 +130,7 @@ class ProfileRecorder:
     ) -> AgreedProfile:
         """Agrees on the profile. Collective; blocks; call it between windows.
 
-        Args:
-            transport: Communicator that no other operation uses meanwhile.
-            prior: As in :meth:`AgreedProfile.from_minimum`, as ``known`` is; the same on all ranks.
-            device: Where the transport needs its tensors.
-            known: What was agreed before.
+        ``prior`` and ``known`` are as in :meth:`AgreedProfile.from_minimum`, the same on all ranks.
 
         Raises:
             ValueError: On all ranks, if none has recorded a gradient.
@@ -174,11 +161,7 @@ def _measured(seconds: float) -> bool:
 
 
 class WindowSpans:
-    """Seconds from the first gradient to the last mean of the latest windows with one plan, on this rank.
-
-    Args:
-        count: Windows kept.
-    """
+    """Seconds from the first gradient to the last mean of so many latest windows with one plan, on this rank."""
 
     def __init__(self, count: int) -> None:
         self._spans: deque[float] = deque(maxlen=count)
@@ -210,10 +193,7 @@ class WindowSpans:
         Ranks begin a window when their own forward pass has ended, and end it together: of each window the shortest
         span counts, that of the rank which began last and did not wait. The median leaves disturbances out.
 
-        Args:
-            transport: Communicator that no other operation uses meanwhile.
-            device: Where the transport needs its tensors.
-            beside: float64, of one length on all ranks; its minimum over ranks, number by number, is returned as well.
+        Of ``beside`` (float64, of one length on all ranks) the minimum over ranks is returned as well.
         """
         latest = np.full(self._spans.maxlen or 0, np.inf)
         latest[: len(self._spans)] = np.nan_to_num(np.array(self._spans), nan=np.inf)

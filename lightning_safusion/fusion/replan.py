@@ -117,19 +117,13 @@ class Trials:
     faster than another plan is a prediction from the calibration, when no other work was done, and can be wrong. So
     every buffer is dense for some windows first, by which the residual becomes empty as well.
 
-    Args:
-        yields: Plain DDP may replace the engine at all.
-
-    Attributes:
-        trial: Under way; it outlives its judgement where plain DDP is agreed on.
-        broken: The latest promise, if it was broken.
-        agreed: Plain DDP replaces the engine from here on.
+    ``yields``: plain DDP may replace the engine at all.
     """
 
     def __init__(self, yields: bool) -> None:
-        self.trial: Trial | None = None
-        self.broken: BrokenPromise | None = None
-        self.agreed = False
+        self.trial: Trial | None = None  #: under way; it outlives its judgement where plain DDP is agreed on
+        self.broken: BrokenPromise | None = None  #: the latest promise, if it was broken
+        self.agreed = False  #: plain DDP replaces the engine from here on
         self._yields = yields
         self._faster = self._dense = 0  # reviews in a row
         self._wanted = _REVIEWS

@@ -49,9 +49,7 @@ class Shares:
 
         Args:
             counts: float32 [L], this rank's; overwritten.
-            layout: The tensors.
             quotas: In proportion to sizes.
-            transport: Communicator of the agreement.
 
         Returns:
             Whether quotas change so much that buffers should follow; the same on all ranks.
@@ -104,13 +102,8 @@ def _counts(shares: Mapping[int, float], layout: Layout, quotas: TensorQuotas) -
 class LargestCounts:
     """How many of the largest elements of all sparse tensors each tensor has: of as many as all may send.
 
-    Estimated from evenly spread elements. They are copied when this is made, and counted when it is read: until then
-    the host does not wait for a device. What is not finite counts for nothing.
-
-    Args:
-        accumulated: float32 [D], what is selected from, in the order of the layout.
-        layout: The tensors.
-        quotas: In proportion to sizes.
+    Estimated from evenly spread elements of what is selected from (float32 [D]). They are copied when this is made, and
+    counted when it is read: until then the host does not wait for a device. What is not finite counts for nothing.
     """
 
     def __init__(self, accumulated: Tensor, layout: Layout, quotas: TensorQuotas) -> None:

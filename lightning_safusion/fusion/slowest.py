@@ -68,12 +68,7 @@ class SlowWorker:
 
 
 class OwnTimes:
-    """What this rank has measured of itself since the latest review.
-
-    Args:
-        rank: Of this worker.
-        world_size: Workers (W).
-    """
+    """What this rank, of so many, has measured of itself since the latest review."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -95,8 +90,7 @@ class OwnTimes:
         The next window is not counted: it begins with the review that this is for. A few windows are kept until there
         are more.
 
-        Returns:
-            float64 [2 W + 2]: by rank the own times, and the rest; a step; number of the first window. [0] alone.
+        float64 [2 W + 2]: by rank the own times, and the rest; a step; number of the first window. [0] alone.
         """
         self._ended = None
         if self._world_size == 1:
@@ -116,15 +110,11 @@ class OwnTimes:
 
 
 class SlowestWorker:
-    """The rule. Pure: all ranks name the same worker.
+    """The rule. Pure: all ranks name the same worker, and ``announce`` it.
 
     A worker is named if it is behind by more than 5 % and 1 ms in two reviews in succession, and until it is behind by
     less than half of that in as many. Reviews have no window in common, and noise seldom finds the same of many workers
     twice. Another one takes its place if it is slower by 5 % and 1 ms again.
-
-    Args:
-        hosts: Names of the hosts by rank; empty if they are not known.
-        announce: Called with a line when a worker is named, and when it is no longer slow.
     """
 
     def __init__(self, hosts: Sequence[str] = (), announce: Callable[[str], None] | None = None) -> None:
@@ -160,7 +150,6 @@ class SlowestWorker:
         return reviews + 1, since
 
     def _still(self, times: WorkerTimes, behind: np.ndarray, least: np.ndarray) -> SlowWorker | None:
-        """The named worker as it is now; None if there is none any more."""
         if self.slow is None:
             return None
         rank = self.slow.rank

@@ -40,10 +40,8 @@ class GradientSpace:
     """Layout, quotas and buffers, which change together when tensors change their order or the density changes.
 
     Args:
-        layout: The tensors.
         settings: Of the engine; their memory is bound to the layout.
-        collective: Of the buffers.
-        communicators: Of the buffers.
+        collective, communicators: Of the buffers.
         device: Where gradients live.
         stream_transport: Of buffers that each worker fills at its own pace; only they need it.
     """
@@ -211,7 +209,6 @@ class GradientSpace:
         return Buffer(group, layout, self.memory, segments, exchange, dense, settings.scope == "group")
 
     def _opened_stream(self) -> Stream:
-        """The one stream of all buffers that each worker fills at its own pace."""
         if self._stream is None:
             fusion = self._settings.fusion
             if self._stream_transport is None or not isinstance(fusion, Naive):
@@ -226,7 +223,6 @@ class GradientSpace:
 def _dense_runs(
     edges: Sequence[int], dense: Sequence[bool], dtypes: Sequence[torch.dtype]
 ) -> tuple[tuple[int, int, torch.dtype], ...]:
-    """Neighbouring dense tensors of one dtype, merged."""
     runs = []
     for (is_dense, dtype), members in groupby(range(len(dense)), key=lambda i: (dense[i], dtypes[i])):
         tensors = list(members)

@@ -20,11 +20,6 @@ def left_to_torch(settings: EngineSettings, specs: Sequence[TensorSpec], collect
     """What PyTorch's operations do in all buffers of a job because the kernels do not know it; empty if nothing.
 
     Of which buffers kernels do not write the messages is known only when these are planned: see :class:`FusedPath`.
-
-    Args:
-        settings: Of the job.
-        specs: Its tensors.
-        collective: That carries its buffers.
     """
     exchange, found = collective.exchange, []
     if type(settings.memory) not in RESIDUALS:

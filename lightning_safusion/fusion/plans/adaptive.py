@@ -111,8 +111,7 @@ def optimal_cuts(
 
     Args:
         ready: Seconds at which each tensor is ready, rising [L].
-        cost: ``cost(starts, stop)`` -> seconds of the buffers ``[start, stop)`` for int64 starts [S], float64 [S].
-            Any function that is not negative.
+        cost: ``cost(starts, stop)``: seconds, not negative, of the buffers ``[start, stop)``; int64 [S] -> float64 [S].
         first_last: First place at which the last buffer may start, 0 to L - 1.
         per_buffer: Seconds by which each buffer delays everything that is ready from its last tensor on.
 
@@ -156,12 +155,9 @@ def optimal_cuts(
 def plan_optimal(costs: GroupCosts, *, max_last_share: float = 0.5, bounds: Bounds = NO_BOUNDS) -> Plan:
     """The plan whose last exchange ends first, by the exact programme of :func:`optimal_cuts`.
 
-    Args:
-        costs: Agreed numbers.
-        max_last_share: Largest share of the model's elements in the last buffer, in (0, 1]; its last tensor is always
-            admitted. Nothing hides the last buffer, so a wrong measurement costs most there: the released SAFusion
-            planner puts up to 93 % of a model into it. 1 lifts the bound.
-        bounds: Elements of a buffer; as few buffers as possible are outside.
+    ``max_last_share``: largest share of the model's elements in the last buffer, in (0, 1]; its last tensor is always
+    admitted. Nothing hides the last buffer, so a wrong measurement costs most there: the released SAFusion planner puts
+    up to 93 % of a model into it. 1 lifts the bound. As few buffers as possible are outside of the bounds.
     """
     pricer = GroupPricer(costs)
     edges = element_edges(costs.numels)

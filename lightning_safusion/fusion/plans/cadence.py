@@ -90,18 +90,11 @@ class Cadence:
 
 
 class ReplanSchedule:
-    """Counts windows, and decides when to plan again.
-
-    Args:
-        cadence: How often.
-
-    Attributes:
-        windows: The count; part of the checkpoint, so that a resumed run plans after the same windows.
-    """
+    """Counts windows, and decides when to plan again."""
 
     def __init__(self, cadence: Cadence | None = None) -> None:
         self.cadence = cadence or Cadence()
-        self.windows = 0
+        self.windows = 0  #: counted; part of the checkpoint, so that a resumed run plans after the same windows
 
     @property
     def threshold(self) -> float:
@@ -130,7 +123,6 @@ class ReplanSchedule:
         return self._reviews(last) > self._reviews(self.windows)
 
     def _reviews(self, windows: int) -> int:
-        """Reviews after so many windows."""
         cadence = self.cadence
         early = min(windows, cadence.warmup_windows)
         return early // cadence.warmup_every + (windows - early) // cadence.every

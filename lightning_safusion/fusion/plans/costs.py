@@ -98,10 +98,7 @@ class JobShape:
 def ddp_buckets(nbytes: Sequence[float], cap: float = DDP_BUCKET, first: float = DDP_FIRST_BUCKET) -> list[int]:
     """Stops of DDP's buckets, closed by the tensor that fills them; the first one is small.
 
-    Args:
-        nbytes: Of each tensor in ready order [L].
-        cap: Bytes that close a bucket.
-        first: Bytes that close the first one.
+    ``nbytes``: of each tensor in ready order [L]. ``cap`` bytes close a bucket, ``first`` bytes the first one.
     """
     stops, held, limit = [], 0.0, first
     for stop, size in enumerate(nbytes, 1):
@@ -115,10 +112,8 @@ def ddp_buckets(nbytes: Sequence[float], cap: float = DDP_BUCKET, first: float =
 def predict_plain_ddp(costs: GroupCosts, allreduce: LinearCost) -> float:
     """Seconds from the start of backward to the end of DDP's last all-reduce: nothing selected, nothing decoded.
 
-    Args:
-        costs: Agreed numbers, measured.
-        allreduce: As it was calibrated. What a job of sparse buffers measures of an all-reduce says little of one of
-            the whole model, which is a hundred times as large.
+    ``allreduce`` is as it was calibrated. What a job of sparse buffers measures of an all-reduce says little of one of
+    the whole model, which is a hundred times as large.
     """
     free = 0.0
     for start, stop in pairwise([0, *ddp_buckets(costs.dense_bytes)]):

@@ -170,7 +170,6 @@ def choose_options(
 def _offload(
     numels: Sequence[int], options: list[Option], seconds: float, simulate: Callable[[Sequence[Option]], Iteration]
 ) -> list[Option]:
-    """The earliest ready ones of each size first."""
     sizes = {n for n, option in zip(numels, options, strict=True) if option == "sparse" and n < _CPU_BELOW}
     for size in sorted(sizes, reverse=True):
         tried = list(options)
@@ -188,11 +187,7 @@ def predict_options(costs: GroupCosts, options: Sequence[Option]) -> Iteration:
     """Espresso's simulated iteration: every tensor alone, with one option each; from the start of backward.
 
     Compression runs on the stream of the backward pass and delays all later gradients; exchanges take the link first
-    come, first served.
-
-    Args:
-        costs: Agreed numbers.
-        options: ``"full"``, ``"half"`` or ``"sparse"`` for each tensor [L]; the costs have no selection on the CPU.
+    come, first served. The costs have no selection on the CPU.
     """
     encode = costs.selection
     spent = free = 0.0

@@ -67,12 +67,6 @@ def element_edges(numels: Sequence[int]) -> np.ndarray:
 class GroupPricer:
     """Seconds that a buffer of consecutive tensors occupies the link, for any buffer in constant time.
 
-    Args:
-        costs: The agreed numbers of L tensors.
-
-    Attributes:
-        allowed: What buffers may take, the sparse collective first.
-
     Raises:
         ValueError: If the numbers do not describe the same tensors, ``ready`` is not finite and rising, a cost is
             negative, or no collective is allowed.
@@ -87,6 +81,7 @@ class GroupPricer:
         }
         self._line: dict[CollectiveName, tuple[float, float]] = {"allgather": costs.sparse, "allreduce": costs.dense}
         allowed: dict[CollectiveName, bool] = {"allgather": costs.sparse_allowed, "allreduce": costs.dense_allowed}
+        #: What buffers may take, the sparse collective first.
         self.allowed = [collective for collective, may in allowed.items() if may]
 
     def prices(self, collective: CollectiveName, starts: np.ndarray, stop: int) -> np.ndarray:

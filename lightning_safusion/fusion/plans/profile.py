@@ -40,11 +40,9 @@ class AgreedProfile:
         prior: Mapping[str, LinearCost],
         known: AgreedProfile | None = None,
     ) -> AgreedProfile:
-        """Reads the minimum over ranks of :meth:`ProfileRecorder.to_vector`.
+        """Reads the minimum over ranks of :meth:`ProfileRecorder.to_vector`, float64, of L tensors.
 
         Args:
-            vector: The minimum, float64.
-            num_tensors: Tensors in the ready order (L).
             prior: Costs of ``"allgather"`` and ``"allreduce"`` where the measurements do not tell fixed cost from
                 cost per byte, or do not contain the collective at all.
             known: Agreed before: exchanges of one size scale its lines rather than those of ``prior``.
@@ -84,7 +82,6 @@ def job_costs(
     ends no sooner. What both cost per buffer is ``per_buffer``. A tensor that never came delays nothing.
 
     Args:
-        shape: Sizes and quotas of the tensors.
         collective: What buffers may take.
         profile: Agreed times; None as long as there are none.
         prior: Costs of ``"allgather"`` and ``"allreduce"`` until then; None for modelled ones.
@@ -169,13 +166,10 @@ def fit_exchanges(
     prior: Mapping[str, LinearCost],
     known: Mapping[str, LinearCost] | None = None,
 ) -> tuple[LinearCost, LinearCost]:
-    """Costs of the all-gather and of the all-reduce.
+    """Costs of the all-gather and of the all-reduce, from ``(bytes, seconds)`` of each that was used.
 
-    Args:
-        samples: ``(bytes, seconds)`` of each collective; empty for one that was not used.
-        prior: Both lines, from a calibration or a model.
-        known: Both lines as fitted before, whose shape samples of one size alone then scale; None takes that of
-            ``prior``.
+    ``prior``: both lines, from a calibration or a model. ``known``: both as fitted before, whose shape samples of one
+    size alone then scale; None takes that of ``prior``.
     """
     shape = known or prior
     lines = {name: fit_or_scale(samples[name], shape[name]) for name in _FITTED}

@@ -14,25 +14,20 @@ class CutSearch:
     far is searched, and the best cut of all stays. It ends when a further cut gains too little. The search is exact
     where the time falls up to the best cut and rises after it, which measured times need not do.
 
-    Its state is a function of ``measured``, which is all that a checkpoint keeps of it.
-
     Args:
         tensors: Tensors (L), at least 1.
         groups: Largest number of groups, at least 1.
         tolerance: Share of the time that a further cut must save.
-        windows: Windows by which each partition is judged, after a first one that does not count; an attribute too.
-
-    Attributes:
-        stops: The partition to measure, or the best one found: the stop of each group, rising, the last one L.
-        over: Whether it is the best one found.
-        measured: Mean seconds of the partitions tried so far, the same on all ranks.
+        windows: Windows by which each partition is judged, after a first one that does not count.
     """
 
     def __init__(self, tensors: int, groups: int, tolerance: float, windows: int) -> None:
         self._steps = _partitions(tensors, groups, tolerance)
         self.windows = windows
+        #: The partition to measure, or the best one found: the stop of each group, rising, the last one L.
         self.stops = next(self._steps)
-        self.over = False
+        self.over = False  #: it is the best one found
+        #: Mean seconds of the partitions tried so far, the same on all ranks: all that a checkpoint keeps.
         self.measured: list[float] = []
 
     def replay(self, measured: Iterable[float]) -> None:
@@ -46,7 +41,6 @@ class CutSearch:
 
 
 def _partitions(tensors: int, groups: int, tolerance: float) -> Generator[list[int], float, list[int]]:
-    """Yields the stops of each partition to try, receives its seconds, and returns the best partition."""
     best = [tensors]
     seconds = yield best
     while len(best) < groups:
@@ -61,7 +55,6 @@ def _partitions(tensors: int, groups: int, tolerance: float) -> Generator[list[i
 
 
 def _search_one(stops: Sequence[int], low: int, high: int) -> Generator[list[int], float, tuple[float, list[int]]]:
-    """The best probe of a binary search for one more stop in ``low`` to ``high``: its seconds, and all stops."""
     probes: dict[int, float] = {}
 
     def probe(cut: int) -> Generator[list[int], float, float]:

@@ -18,8 +18,7 @@ def fuse_ready(nbytes: Sequence[float], start: int, stop: int, threshold: float)
 
     Args:
         nbytes: Bytes that each tensor adds to a buffer, over all workers where it is gathered [L].
-        start: Place of the first tensor that is ready.
-        stop: Place after the last.
+        start, stop: Places of the tensors that are ready.
         threshold: Bytes of a buffer; a larger tensor has a buffer of its own, 0 fuses nothing.
     """
     ranges: list[tuple[int, int]] = []
