@@ -81,9 +81,7 @@ class Cluster:
             heard = []
             for _ in range(2 - rank):
                 try:
-                    for index in self.order:
-                        self.engines[rank].push(index, grads[rank][index].clone())
-                    self.engines[rank].drain()
+                    self.window(rank, grads)
                 except (RuntimeError, ValueError) as error:
                     heard.append(str(error))
             return heard
@@ -100,16 +98,21 @@ class Cluster:
 
         ``grads`` (flat, not changed) and ``fresh`` are by rank and registration index, ``order`` is that of arrival.
         """
+        return self.each(lambda rank: self.window(rank, grads, fresh, order))
 
-        def run(rank: int) -> list[Tensor]:
-            mine = [grad.clone() for grad in grads[rank]]
-            engine = self.engines[rank]
-            for index in order if order is not None else self.order:
-                engine.push(index, mine[index], fresh[rank][index] if fresh is not None else True)
-            engine.drain()
-            return mine
-
-        return self.each(run)
+    def window(
+        self,
+        rank: int,
+        grads: Sequence[Sequence[Tensor]],
+        fresh: Sequence[Sequence[bool]] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """The part of one rank in :meth:`step`."""
+        mine, engine = [grad.clone() for grad in grads[rank]], self.engines[rank]
+        for index in order if order is not None else self.order:
+            engine.push(index, mine[index], fresh[rank][index] if fresh is not None else True)
+        engine.drain()
+        return mine
 
     def random_grads(self, seed: int) -> list[list[Tensor]]:
         """Heavy-tailed gradients of very different scales, as real ones are."""

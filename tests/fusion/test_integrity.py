@@ -76,9 +76,7 @@ class Damage:
         def run(rank: int) -> BaseException | None:
             self._here.rank = rank
             try:
-                for index in cluster.order:
-                    cluster.engines[rank].push(index, grads[rank][index].clone())
-                cluster.engines[rank].drain()
+                cluster.window(rank, grads)
             except RuntimeError as error:
                 return error
             finally:

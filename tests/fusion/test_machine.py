@@ -24,6 +24,7 @@ from lightning_safusion.fusion.state import carried, common_state, restore_carri
 from lightning_safusion.integration import checkpoint
 from lightning_safusion.sparsify.schedule import DensitySchedule
 from tests.cluster import Cluster, settings, specs
+from tests.fusion.windows import attempt
 from tests.models import equal
 
 #: Uneven, one element, empty.
@@ -221,7 +222,7 @@ class Job(RuleBasedStateMachine):
             fill(shipment, *args)
 
         with patch.object(Shipment, "fill", filled):
-            said = self._attempt(grads)
+            said = attempt(self.cluster, grads, self._order())
         if calls[0] <= after:
             after = 0
         assert all(said) or not any(said), said
@@ -230,21 +231,6 @@ class Job(RuleBasedStateMachine):
             assert all("another rank could not select" in each for rank, each in enumerate(said) if rank != failing)
             assert [engine.windows for engine in engines] == [windows] * len(engines)
         self._all_or_nothing(before, grads, lost=not any(said))
-
-    def _attempt(self, grads: list[list[Tensor]]) -> list[str]:
-        """The error of each rank, or nothing."""
-
-        def run(rank: int) -> str:
-            mine, engine = [grad.clone() for grad in grads[rank]], self.cluster.engines[rank]
-            try:
-                for index in self._order():
-                    engine.push(index, mine[index])
-                engine.drain()
-            except (ValueError, RuntimeError) as error:
-                return str(error)
-            return ""
-
-        return self.cluster.each(run)
 
     def _all_or_nothing(self, before: dict[str, list[Tensor]], grads: list[list[Tensor]], lost: bool = False) -> None:
         """A gradient of a window that was not ended is in its residual, or as if it had never been."""

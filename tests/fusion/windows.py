@@ -49,14 +49,12 @@ def flat(grads: Any) -> Tensor:
     return grads.double().flatten() if isinstance(grads, Tensor) else torch.cat([flat(each) for each in grads])
 
 
-def attempt(cluster: Cluster, grads: Sequence[Sequence[Tensor]]) -> list[str]:
+def attempt(cluster: Cluster, grads: Sequence[Sequence[Tensor]], order: Sequence[int] | None = None) -> list[str]:
     """One window of gradients by rank: the error that each rank has raised, or nothing."""
 
     def run(rank: int) -> str:
         try:
-            for index in cluster.order:
-                cluster.engines[rank].push(index, grads[rank][index].clone())
-            cluster.engines[rank].drain()
+            cluster.window(rank, grads, order=order)
         except Exception as error:
             return str(error)
         return ""
