@@ -88,7 +88,7 @@ class Window:
     _phased: list[Shipment] = field(default_factory=list)  # those with phases that are not launched yet
 
     def __post_init__(self) -> None:
-        self.length = length = len(self.launching.space.layout)  #: tensors of the layout
+        self.length = length = len(self.launching.space.layout.specs)  #: tensors of the layout
         self.grads: list[Tensor | None] = [None] * length  #: by place; None until submitted
         self.fresh = np.ones(length, bool)  #: bool [L], computed in this window
         self.bypass = np.full(length, self.plain)  #: bool [L], must not pass through the residual

@@ -157,26 +157,6 @@ def test_naive_workers_fill_buffers_at_their_own_pace_and_agree(make: Make) -> N
     assert all(equal(first, other) for other in others)
 
 
-def test_bytes_per_kept_element_with_bf16_values(make: Make) -> None:
-    shapes = ((768, 768), (768,), (1024, 768), (3072,), (768,))
-    for compressor in ("topk", "gaussiank"):
-        cluster = make(
-            1, tensors=specs(shapes), compressor=compressor, density=0.01, wire="bf16", collective="allgather"
-        )
-        train(cluster, 3)
-        buffers = cluster.engines[0].record.events.buffers
-        slots = sum(buffer.capacity for buffer in buffers)
-        assert sum(buffer.bytes_sent for buffer in buffers) / slots <= 4.5
-
-
-def test_dgc_memory_at_density_1_is_momentum_sgd(make: Make) -> None:
-    cluster = make(2, density=1.0, memory="dgc")
-    momentum = 0.0
-    for step in range(4):
-        momentum = 0.9 * momentum + sum(map(flat, cluster.random_grads(step))) / 2
-        torch.testing.assert_close(flat(random_window(cluster, step)[0]), momentum, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -32,8 +32,9 @@ from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.policy import FusionPolicy
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from lightning_safusion.fusion.plans.selective import choose_offloaded, choose_selective, size_cap
-from tests.cluster import Cluster, conserved, settings, specs
+from tests.cluster import conserved, specs
 from tests.fusion.jobs import Job, Rank
+from tests.fusion.windows import Make
 
 COSTS = GroupCosts(
     numels=(10, 1000, 1000, 4),
@@ -236,8 +237,8 @@ class Alternating(FusionPolicy):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_half_precision_keeps_what_each_rank_rounds_off(world_size: int) -> None:
-    cluster = Cluster(world_size, lambda: settings(fusion=Alternating(), own_buffers=True))
+def test_half_precision_keeps_what_each_rank_rounds_off(make: Make, world_size: int) -> None:
+    cluster = make(world_size, fusion=Alternating(), own_buffers=True)
     done, given = conserved(cluster, steps=8)
     layout = cluster.engines[0].space.layout
     report = cluster.engines[0].record
@@ -250,11 +251,11 @@ def test_half_precision_keeps_what_each_rank_rounds_off(world_size: int) -> None
         if half and spec.numel:
             assert 2 * spec.numel <= sent <= 2 * spec.numel + 128  # a whole line of a cache
             assert cluster.residual(0, spec.index).any()
-    cluster.close()
 
 
-def test_half_precision_holds_back_what_it_cannot_reach() -> None:
-    cluster = Cluster(2, lambda: settings(fusion=Alternating(), own_buffers=True), specs(((50,),) * 3), range(3))
+def test_half_precision_holds_back_what_it_cannot_reach(make: Make) -> None:
+    cluster = make(2, specs(((50,),) * 3), fusion=Alternating(), own_buffers=True)
+    cluster.order = [0, 1, 2]
     for step in range(4):
         cluster.step(cluster.random_grads(step))
     held = np.zeros(50, np.float32)
@@ -267,4 +268,3 @@ def test_half_precision_holds_back_what_it_cannot_reach() -> None:
     after = sum(cluster.residual(rank, 2) for rank in range(2))
     torch.testing.assert_close(got + after, before, rtol=2.0**-10, atol=1e-2)
     assert float(after[3]) < 100
-    cluster.close()

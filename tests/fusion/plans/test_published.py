@@ -21,9 +21,10 @@ from lightning_safusion.fusion.plans.per_tensor import Espresso, HiPress, choose
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import Cupcake, FusionPolicy
 from lightning_safusion.fusion.plans.pricing import GroupPricer, predict_finish
-from tests.cluster import Cluster, assert_conserved, settings
+from tests.cluster import assert_conserved
 from tests.fusion.jobs import Job, Rank, actions, counts, resumed, stops_of
 from tests.fusion.plans.test_merging import searched
+from tests.fusion.windows import Make
 from tests.quick import slow
 
 PLANNERS: list[tuple[FusionPolicy, str]] = [(MGWFBP(), "allreduce"), (MGWFBP(100), "allreduce"), (OMGS(), "allgather")]
@@ -188,10 +189,11 @@ ROWS: dict[str, dict[str, Any]] = {
     ],
     ids=repr,
 )
-def test_nothing_is_lost_and_all_ranks_have_the_same_plan(policy: FusionPolicy, world_size: int, steps: int) -> None:
-    cluster = Cluster(world_size, lambda: settings(fusion=policy, **ROWS[policy.name]), measure=True)
+def test_nothing_is_lost_and_all_ranks_have_the_same_plan(
+    make: Make, policy: FusionPolicy, world_size: int, steps: int
+) -> None:
+    cluster = make(world_size, measure=True, fusion=policy, **ROWS[policy.name])
     assert_conserved(cluster, steps)
     states = {json.dumps(engine.planner.state_dict()) for engine in cluster.engines}
     assert len(states) == 1
     assert cluster.engines[0].planner.decisions[-1].action == "freeze"
-    cluster.close()
