@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.text import Text
 
 
@@ -20,3 +22,9 @@ def literal(text: object, style: str = "") -> Text:
 def plural(count: int, noun: str) -> str:
     """``"1 buffer"``, ``"2,000 buffers"``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def first_of(names: Sequence[str], most: int = 8) -> str:
+    """``"a, b and 3 more"``: no more names than ``most``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

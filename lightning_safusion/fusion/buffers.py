@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_safusion.comm.exchange import Exchange, TensorFlag
 from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.plan import Group
+from lightning_safusion.literal import first_of
 from lightning_safusion.recent import Recent
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.memory.contract import Memory
@@ -22,7 +23,6 @@ from lightning_safusion.sparsify.selection.units import SpanUnits
 from lightning_safusion.sparsify.selection.view import device_constant
 
 T = TypeVar("T")
-_SHOWN_TENSORS = 8
 _ABSENCES = 2  # cuts without absent tensors that are kept
 
 
@@ -82,8 +82,7 @@ class Buffer:
     @cached_property
     def title(self) -> str:
         """Names of its first tensors."""
-        more = f" and {len(self.names) - _SHOWN_TENSORS} more" if len(self.names) > _SHOWN_TENSORS else ""
-        return ", ".join(self.names[:_SHOWN_TENSORS]) + more
+        return first_of(self.names)
 
     def select(
         self,

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_safusion.announce import MisconfigurationException
 from lightning_safusion.comm.transport.interface import Transport, during
-
-_SHOWN = 8
+from lightning_safusion.literal import first_of
 
 
 def managed(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -70,7 +69,7 @@ def trained(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[st
 
 def describe_untrained(left: Sequence[tuple[str, nn.Parameter]], automatic: bool) -> str:
     """One line about parameters that no optimizer has; with automatic optimization nothing steps them."""
-    shown = ", ".join(name for name, _ in left[:_SHOWN]) + (f" and {len(left) - _SHOWN} more" if left[_SHOWN:] else "")
+    shown = first_of([name for name, _ in left])
     if len(left) == 1:
         what, its, them = f"the parameter {shown} is in no optimizer", "its gradient is", "it"
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_safusion.literal import plural
+from lightning_safusion.literal import first_of, plural
 from lightning_safusion.lookup import need
 from lightning_safusion.profiling.timeline import BufferTimeline, Interval, StepTimeline
 
@@ -176,8 +176,7 @@ def _draw_ready(ax: Axes, step: StepTimeline, begin: float) -> None:
 
 def _name(ax: Axes, buffer: BufferTimeline, row: int, begin: float) -> None:
     """Writes beside a row, on the side with more room, as much as fits there; above the row if that is little."""
-    names = ", ".join(buffer.tensors[:3]) + (f" and {len(buffer.tensors) - 3} more" if len(buffer.tensors) > 3 else "")
-    text = f"{buffer.events.exposed * 1e3:.1f} ms exposed: {names}"
+    text = f"{buffer.events.exposed * 1e3:.1f} ms exposed: {first_of(buffer.tensors, 3)}"
     first = float(np.nanmin([buffer.events.closed, *buffer.ready]))
     start, end = ((moment - begin) * 1e3 for moment in (first, buffer.events.decoded))
     before = start > ax.get_xlim()[1] - end

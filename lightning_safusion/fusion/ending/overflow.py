@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.fusion.space import GradientSpace
+from lightning_safusion.literal import first_of
 
 # With magnitudes up to this share of the largest float32, divided by the number of workers, no sum over workers
 # overflows, and no scale of a few bits (twice a mean magnitude, rounded up to bfloat16).
 _OVERFLOW_SHARE = 0.25
-_NAMES = 8
 
 
 @dataclass(eq=False)
@@ -70,10 +70,9 @@ class OverflowGuard:
         if not names:
             return
         self._named.update(names)
-        shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
         warnings.warn(
-            f"rank {self.transport.rank}: gradients of {shown} were so large that their sum, or the message with it, "
-            f"overflowed. The elements of the residual beyond {limit:.1e} have been reset, and later windows are "
-            "sent without them. If training does not recover, lower the learning rate or clip the loss.",
+            f"rank {self.transport.rank}: gradients of {first_of(names)} were so large that their sum, or the message "
+            f"with it, overflowed. The elements of the residual beyond {limit:.1e} have been reset, and later windows "
+            "are sent without them. If training does not recover, lower the learning rate or clip the loss.",
             stacklevel=2,
         )

@@ -12,8 +12,8 @@ from lightning_safusion.fusion.gradients import withdraw
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.window import Outcome, Window
+from lightning_safusion.literal import first_of
 
-_NAMES = 8
 # Windows after one with a gradient that is not finite in which the next such window is expected.
 _WARY_WINDOWS = 100
 
@@ -95,5 +95,4 @@ class Undecided:
         names = [name for name in bad if name not in self._named]
         self._named.update(names)
         if names and self._space.transport.rank == 0:
-            shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
-            warnings.warn(f"gradients of {shown} were not finite in step {step}", stacklevel=2)
+            warnings.warn(f"gradients of {first_of(names)} were not finite in step {step}", stacklevel=2)

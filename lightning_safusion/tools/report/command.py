@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_safusion.literal import first_of
 from lightning_safusion.profiling.overlap_file import FILE as OVERLAP
 from lightning_safusion.tools.report.curves import RUNS, render_curves
 from lightning_safusion.tools.report.metrics_file import FILE as METRICS
@@ -50,8 +51,7 @@ def _read(run: Path, alone: bool) -> Logged:
         raise ValueError(f"{run} is no CSV: give {METRICS} of CSVLogger, or the folder around it")
     below = sorted(str(each.parent) for each in (*run.glob(f"*/{METRICS}"), *run.glob(f"*/*/{METRICS}")))
     if below:
-        more = f" and {len(below) - 6} more" if len(below) > 6 else ""
-        raise ValueError(f"{run} holds several runs: name those to show, of {', '.join(below[:6])}{more}")
+        raise ValueError(f"{run} holds several runs: name those to show, of {first_of(below, 6)}")
     logs = f"Trainer(logger=CSVLogger('logs')), which writes {METRICS}"
     if alone:
         raise ValueError(
