@@ -255,8 +255,6 @@ COLLECTIVES = [{"collective": name} for name in ("oktopk", "gtopk", "hierarchica
     [
         ({"wire": "q2"}, [*COLLECTIVES[:2], {"fusion": "naive"}], "wire='q2' rounds so much"),
         ({"memory": "ef21"}, COLLECTIVES[1:2], "memory='ef21' sums all that is sent"),
-        ({"fusion": "selective"}, [{"scope": "group"}], "needs scope='tensor'"),
-        ({"fusion": "naive"}, [{"collective": "hybrid"}], "fusion='naive' fills buffers .* no lanes or levels"),
         (
             {"offload": True},
             [{"scope": "group"}, {"quota": "pooled"}, {"fusion": "naive"}],

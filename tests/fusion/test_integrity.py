@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lab.virtual import transport as virtual
 from lightning_safusion import DamagedMessageError, SAFusionStrategy
+from lightning_safusion.comm.transport.sealed import SealedTransport
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from tests.cluster import Cluster, settings, specs
@@ -130,9 +131,7 @@ def assert_refused(cluster: Cluster, receiver: int, errors: list[BaseException |
 def test_checksums_change_no_mean(make: Make, job: str) -> None:
     workers, nodes, options = JOBS[job]
     plain = make(workers, specs(FEW), nodes=nodes, **({"collective": job, "density": 0.05} | options))
-    cluster = sealed(make, job)
-    assert equal(train(cluster, 4), train(plain, 4))
-    assert cluster.engines[0].space.transport.sealed
+    assert equal(train(sealed(make, job), 4), train(plain, 4))
     assert not plain.engines[0].space.transport.sealed
     assert plain.engines[0].space.transport is plain.transports[0] or job == "ticks"
 
@@ -194,3 +193,13 @@ def test_messages_of_a_device_are_refused() -> None:
     given, (transport,) = settings(integrity="checksum"), virtual.local_transports(1)
     with pytest.raises(ValueError, match=r"integrity='checksum' is for gradients in host memory, got cuda"):
         build_engine(given, specs(), transport, torch.device("cuda"))
+
+
+def test_ranks_compare_it() -> None:
+    assert settings(integrity="checksum").describe()["integrity"] == "'checksum'"
+    assert settings().describe()["integrity"] == "None"
+
+
+def test_the_transport_of_an_engine_is_sealed_on_request(make: Make) -> None:
+    transport = make(2, collective="allgather", integrity="checksum").engines[0].space.transport
+    assert isinstance(transport, SealedTransport)

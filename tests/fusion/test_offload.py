@@ -180,6 +180,23 @@ def test_an_error_on_the_thread_is_raised_on_all_ranks(make: Make, options: dict
     assert all(equal(first, mean) for mean in others)
 
 
+def test_a_window_that_never_completes_is_forgotten(make: Make) -> None:
+    cluster = make(1, fusion="single")
+    train(cluster, 3)
+    before, grads = cluster.residuals(), cluster.random_grads(3)[0]
+    for index in cluster.order[:5]:
+        cluster.engines[0].push(index, grads[index].clone())
+    assert offloader(cluster)._selections
+    cluster.engines[0].reset()
+    assert not offloader(cluster)._selections
+    for place, index in enumerate(cluster.order):
+        numel = cluster.specs[index].numel
+        taken = place < 5 and numel > 1 and index != 3
+        expected = before[index] + grads[index] if taken else before[index]
+        torch.testing.assert_close(cluster.residual(0, index), expected)
+    random_window(cluster, 4)
+
+
 def test_a_gradient_that_comes_again_is_not_taken(make: Make) -> None:
     ours, theirs = make(2), make(2, offload=False)
     for cluster in (ours, theirs):

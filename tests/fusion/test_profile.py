@@ -308,6 +308,13 @@ def test_the_vector_is_reduced_as_float64() -> None:
     assert alone(recorder).arrivals == (0.0, float(torch.tensor(1.0 + 1e-12, dtype=torch.float64)))
 
 
+def test_agreed_profile_survives_its_vector() -> None:
+    profile = AgreedProfile(
+        (0.0, 0.1, -math.inf), LinearCost(1, 2), LinearCost(3, 4), LinearCost(5, 6), LinearCost(7, 8)
+    )
+    assert AgreedProfile.from_vector(profile.to_vector()) == profile
+
+
 # --- costs ------------------------------------------------------------------------------------------------------------
 
 

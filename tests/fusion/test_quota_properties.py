@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -127,3 +128,9 @@ def test_what_is_left_is_shared_in_proportion(numels: Sequence[int], density: fl
     for n, count in zip(sizes[others].tolist(), result[others].tolist(), strict=True):
         assert 1 <= count <= n
         assert count == pytest.approx(1 + spare * (n - 1) / max(1, room), abs=1 + 1e-6)
+
+
+def test_quotas_do_not_depend_on_the_dtype() -> None:
+    layouts = [Layout(tuple(specs([(1000,), (7,)], dtype))) for dtype in (torch.float32, torch.bfloat16)]
+    first, second = (tensor_quotas(layout, TopK(), 0.01).counts.tolist() for layout in layouts)
+    assert first == second == [10, 1]

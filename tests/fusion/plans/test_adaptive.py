@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_safusion.fusion.plans.adaptive import Adaptive, Tuned, plan_optimal
+from lightning_safusion.fusion.plans.adaptive import Adaptive, Tuned, plan_greedy, plan_optimal
 from lightning_safusion.fusion.plans.cadence import Cadence, ReplanSchedule
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Group, Plan
@@ -88,6 +88,13 @@ def test_options_of_a_cadence_are_taken_one_by_one_for_one_more_release() -> Non
         Adaptive(cadence=Cadence(), every=3)
     with pytest.raises(TypeError, match="evry"):
         Adaptive(evry=3)  # type: ignore[call-arg]  # the mistake
+
+
+def test_policy_plans_by_its_rule() -> None:
+    costs = model()
+    assert Adaptive().plan(costs) == plan_optimal(costs)
+    assert Adaptive(max_last_share=0.1).plan(costs) == plan_optimal(costs, max_last_share=0.1)
+    assert Adaptive(rule="paper").plan(costs) == plan_greedy(costs)
 
 
 def test_each_run_has_a_schedule_of_its_own() -> None:

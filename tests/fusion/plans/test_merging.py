@@ -11,6 +11,7 @@ import pytest
 from lab.planner_loss import (
     all_plans,
     losses,
+    plan_pareto,
     predict_behind,
     random_behind,
     random_dense,
@@ -90,6 +91,18 @@ def test_omgs_follows_its_rule() -> None:
     for _ in range(100):
         costs = random_behind(rng, int(rng.integers(1, 12)))
         assert counts(OMGS().plan(costs)) == omgs_by_hand(costs)
+
+
+def test_planners_take_no_tensors_and_one() -> None:
+    rng = np.random.default_rng(0)
+    for planner in (OMGS().plan, plan_pareto):
+        assert planner(random_behind(rng, 0)) == Plan(())
+        assert counts(planner(random_behind(rng, 1))) == [1]
+
+
+def test_predictions_refuse_plans_of_other_tensors() -> None:
+    with pytest.raises(ValueError, match="3 tensors"):
+        predict_behind(Plan.from_stops([3]), random_behind(np.random.default_rng(0), 2))
 
 
 def searched(measure: Callable[[list[int]], float], tensors: int, groups: int = 2, tolerance: float = 0.0) -> list[int]:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from lightning_safusion.comm.cost import LinearCost
-from lightning_safusion.fusion.plans.adaptive import optimal_cuts, plan_optimal
+from lightning_safusion.fusion.plans.adaptive import optimal_cuts, plan_greedy, plan_optimal
 from lightning_safusion.fusion.plans.costs import GroupCosts, predict_plain_ddp
 from lightning_safusion.fusion.plans.plan import Group, Plan
 from lightning_safusion.fusion.plans.pricing import predict_finish
 from tests.fusion.jobs import stops_of
+from tests.fusion.plans.test_plan_properties import all_stops, finish_by_hand
 
 
 def make_costs(
@@ -37,9 +38,39 @@ def make_costs(
     )
 
 
+def test_optimal_equals_brute_force_on_twelve_tensors_of_real_numbers() -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(12):
+        costs = make_costs(
+            ready=np.cumsum(rng.exponential(1e-3, 12)).tolist(),
+            numels=rng.lognormal(8, 2, 12).astype(int).tolist(),
+            sparse=(rng.uniform(1e-4, 2e-3), 1e-8),
+            dense=(rng.uniform(1e-4, 2e-3), 2e-9),
+            per_buffer=rng.uniform(0.0, 1e-3),
+        )
+        best = min(finish_by_hand(stops, costs) for stops in all_stops(12))
+        assert predict_finish(plan_optimal(costs, max_last_share=1.0), costs) == pytest.approx(best, rel=1e-12)
+
+
+def test_each_buffer_takes_its_cheapest_collective() -> None:
+    # Small buffers are latency-bound (all-gather starts cheaper), large ones bandwidth-bound (all-reduce moves less).
+    costs = make_costs([0.0, 100.0], [1, 50], sparse=(1.0, 1.0), dense=(5.0, 0.125))
+    assert [g.collective for g in plan_optimal(costs).groups] == ["allgather", "allreduce"]
+
+
 def test_equal_prices_take_the_sparse_collective() -> None:
     costs = make_costs([0.0], [3], sparse=(2.0, 0.0), dense=(2.0, 0.0))
     assert [g.collective for g in plan_optimal(costs).groups] == ["allgather"]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"), [({"sparse_allowed": False}, "allreduce"), ({"dense_allowed": False}, "allgather")]
+)
+def test_a_collective_that_is_not_allowed_is_never_chosen(allowed: dict[str, bool], expected: str) -> None:
+    for sparse, dense in [((0.0, 0.0), (9.0, 9.0)), ((9.0, 9.0), (0.0, 0.0))]:
+        costs = make_costs([0.0, 1.0, 2.0], [4, 4, 4], sparse, dense, **allowed)
+        assert {g.collective for g in plan_optimal(costs).groups} == {expected}
+        assert {g.collective for g in plan_greedy(costs).groups} == {expected}
 
 
 def test_empty_tensors_at_the_end_do_not_shut_out_the_last_real_one() -> None:

@@ -141,6 +141,13 @@ def test_hipress_compares_the_best_numbers_of_parts() -> None:
         assert compresses(100, 4, 0.01, server, encode, decode) == (min(times) < min(raw))
 
 
+def test_hipress_compresses_where_the_network_is_slow_and_the_gradient_large() -> None:
+    slow, fast, encode = LinearCost(0.0, 1e-8), LinearCost(0.0, 1e-11), LinearCost(0.0, 1e-10)
+    assert compresses(10**6, 8, 1 / 16, slow, encode, FREE)
+    assert not compresses(10**6, 8, 1 / 16, fast, encode, FREE)
+    assert not compresses(10, 8, 1 / 16, LinearCost(1e-5, 1e-8), LinearCost(1e-5, 1e-10), FREE)
+
+
 def exchange_bound(
     numels: Sequence[int], last_idle: int = 0, host: float = 0.1
 ) -> Callable[[Sequence[Option]], Iteration]:
@@ -205,6 +212,12 @@ def test_ssfusion_pays_for_dense_tensors_with_the_density_of_the_others() -> Non
     assert choice.dense == (True, True, False, False)
     kept = sum(n if dense else n * choice.density for n, dense in zip(numels, choice.dense, strict=True))
     assert kept == pytest.approx(0.1 * sum(numels))
+
+
+def test_ssfusion_keeps_the_density_where_nothing_is_dense() -> None:
+    choice = choose_selective([64, 64, 256, 1024], 0.1, lambda choice: sum(choice.dense))
+    assert choice.dense == (False,) * 4
+    assert choice.density == pytest.approx(0.1)
 
 
 def test_ssfusion_offloads_while_the_host_is_free() -> None:
