@@ -112,8 +112,7 @@ class Verdict:
         return bool((self.fresh == world_size).all()) and not self.bypass.any()
 
     def irregular(self, world_size: int) -> np.ndarray:
-        """bool [T]: tensors that a second pass averages uncompressed: they bypass compression on some rank, or are
-        fresh on some ranks only."""
+        """bool [T], averaged uncompressed by a second pass: bypassing on some rank, or fresh on some ranks only."""
         return self.bypass | ((self.fresh > 0) & (self.fresh < world_size))
 
 
