@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import nan
 from typing import Any
 
@@ -9,17 +10,10 @@ from lightning_safusion.fusion.events import BufferEvents
 from lightning_safusion.profiling.timeline import BufferTimeline, Phase, StepTimeline, WindowTimeline
 
 
-def buffer(
-    first: int, count: int, moments: tuple[float, float, float, float, float, float], beside: bool = False, **more: Any
-) -> BufferTimeline:
+def buffer(first: int, count: int, moments: Sequence[float], beside: bool = False, **more: Any) -> BufferTimeline:
     """A buffer of ``count`` tensors from place ``first`` on.
 
-    Args:
-        first: Place of its first tensor.
-        count: Tensors.
-        moments: closed, launched, finished, awaited, arrived, decoded.
-        beside: Decoded beside the backward pass.
-        more: Further fields of its events.
+    ``moments`` are closed, launched, finished, awaited, arrived and decoded; ``more`` are further fields of its events.
     """
     closed, launched, finished, awaited, arrived, decoded = moments
     fields: dict[str, Any] = {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_safusion.fusion.events import BufferEvents
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.replan import Decision
@@ -18,7 +18,8 @@ from lightning_safusion.metrics.figures import TensorFigures
 from lightning_safusion.metrics.history import MissingRateStatistics
 from lightning_safusion.profiling.figures import RankFigures, StepFigures, buffer_means
 from lightning_safusion.profiling.overlap_file import Overlap
-from lightning_safusion.profiling.timeline import BufferTimeline, Phase, StepTimeline, WindowTimeline
+from lightning_safusion.profiling.timeline import Phase, StepTimeline, WindowTimeline
+from tests.profiling.steps import buffer
 
 RUN = 1.7e9 + 1 / 3
 NASTY = '<b onclick="x">&amp;\'</b>'
@@ -39,24 +40,11 @@ def step(number: int, buffers: int = 2, names: tuple[str, ...] = ("head.weight",
     for place in range(buffers):
         closed = at + 0.04 + 0.03 * place / max(1, buffers - 1)
         exposed = 0.005 if place == buffers - 1 else 0.0
-        events = BufferEvents(
-            range(place * len(names), (place + 1) * len(names)),
-            "allgather",
-            elements=1000,
-            capacity=10,
-            bytes_sent=60,
-            bytes_received=120,
-            closed=closed,
-            selected=closed + 0.001,
-            launched=closed + 0.002,
-            issued=closed + 0.002,
-            finished=at + 0.085 if exposed else closed + 0.008,
-            awaited=at + 0.085 - exposed,
-            arrived=at + 0.085,
-            decoded=at + 0.086,
-        )
+        finished = at + 0.085 if exposed else closed + 0.008
+        moments = (closed, closed + 0.002, finished, at + 0.085 - exposed, at + 0.085, at + 0.086)
+        known = buffer(place * len(names), len(names), moments, bytes_sent=60, bytes_received=120)
         own = tuple(f"{place}.{name}" if buffers > 2 else name for name in names) if place else names
-        made.append(BufferTimeline(events, own, (closed - 0.01, nan)))
+        made.append(replace(known, tensors=own, ready=(closed - 0.01, nan)))
     phases = (
         Phase("forward", at, at + 0.03),
         Phase("backward", at + 0.03, at + 0.09),

@@ -17,22 +17,15 @@ from tests.tools.report.runs import DECISIONS, NASTY, RUN, SLOW, WORKERS, missin
 def test_what_the_profiler_writes_comes_back(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path))
     content = run.overlap
-    assert (content.system, content.world_size, content.device, content.density) == ("safusion", 2, "cpu", 0.05)
-    assert content.decisions == DECISIONS
-    assert (content.workers, content.slow_worker) == (WORKERS, SLOW)
+    assert content.to_dict() == overlap()
+    assert (content.decisions, content.workers, content.slow_worker) == (DECISIONS, WORKERS, SLOW)
     assert content.plan == Plan.from_stops([2, 4])
     assert content.costs is not None
     assert content.costs.numels == (500,) * 4
     assert content.timeline is not None
     assert content.timeline.to_dict() == step(8).to_dict()
     assert list(content.steps) == [7, 8]
-    assert content.ranks.mean.step_s == pytest.approx(0.1)
-    assert content.ranks.mean.exposed_s == pytest.approx(0.005)
-    assert [row.exposed_s for row in content.buffers] == pytest.approx([0.0, 0.005])
     assert content.buffers[0].tensors == ("head.weight", NASTY)
-    assert content.settings["fusion"] == "Aligned(2)"
-    assert set(content.versions) >= {"torch", "lightning", "lightning_safusion"}
-    assert content.command == "train.py fit --data 'my data'"
     assert run.missing is None
 
 
@@ -65,9 +58,7 @@ def test_the_directory_of_the_logger_is_accepted(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_files_names_the_callback(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no overlap.json in .*OverlapProfiler"):
-        load_run(tmp_path)
-    with pytest.raises(ValueError, match=r"no overlap.json in .*nowhere"):
+    with pytest.raises(ValueError, match=r"no overlap.json in .*nowhere: OverlapProfiler"):
         load_run(tmp_path / "nowhere")
 
 
