@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from math import nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,17 +52,21 @@ def test_what_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> Non
     assert run_launched(2, run) == [2, 2]
 
 
-@pytest.mark.parametrize(
-    ("callback", "does"),
-    [
-        (BufferSizeTuner(), "sizes the buffers of"),
-        (OverlapProfiler(), "times"),
-        (ReplicaConsistencyCheck(), "compares the replicas of"),
-        (TensorMissingRateMonitor(), "samples"),
-        (TraceRecorder(None), "records"),
-    ],
-    ids=lambda each: type(each).__name__,
-)
+DOES = {
+    BufferSizeTuner(): "sizes the buffers of",
+    OverlapProfiler(): "times",
+    ReplicaConsistencyCheck(): "compares the replicas of",
+    TensorMissingRateMonitor(): "samples",
+    TraceRecorder(None): "records",
+}
+
+
+@pytest.mark.parametrize("callback", DOES)
+def test_processes_that_a_trainer_spawns_get_it(callback: Callback) -> None:
+    assert vars(pickle.loads(pickle.dumps(callback))).keys() == vars(callback).keys()  # noqa: S301
+
+
+@pytest.mark.parametrize(("callback", "does"), DOES.items(), ids=lambda each: type(each).__name__)
 def test_another_strategy_is_refused(callback: Callback, does: str) -> None:
     fitting = trainer(DDPStrategy(process_group_backend="gloo"), devices=1, callbacks=[callback])
     message = rf"{does} SAFusionStrategy, got DDPStrategy: pass Trainer\(strategy=SAFusion"

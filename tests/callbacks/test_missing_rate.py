@@ -61,8 +61,7 @@ class Loudest(LightningModule):
 def fit(
     monitor: TensorMissingRateMonitor, chosen: Any, model: LightningModule | None = None, **options: Any
 ) -> Trainer:
-    callbacks = [monitor, *options.pop("callbacks", [])]
-    done = trainer(chosen, callbacks=callbacks, **options)
+    done = trainer(chosen, callbacks=[monitor, *options.pop("callbacks", [])], **options)
     done.fit(model or TinyClassifier(), classification())
     return done
 
@@ -196,14 +195,10 @@ def test_the_picture_has_a_row_per_tensor_and_a_column_per_sample() -> None:
     sums = torch.tensor([[2.0], [1.0], [8.0], [1.0], [1.0], [0.5]], dtype=torch.float64)
     for step in (5, 9):
         statistics.add(step, TensorFigures(("layer7",), sums))
-    figure = Figure()
-    ax = figure.subplots()
-    assert monitor.heatmap(ax) is figure
-    data = ax.images[0].get_array()
-    assert data is not None
-    assert data.shape == (100, 2)
-    assert data[7].tolist() == [0.5, 0.5]
-    assert (len(ax.get_yticks()) <= 32, ax.get_xlabel()) == (True, "step")
+    ax = Figure().subplots()
+    assert monitor.heatmap(ax) is ax.figure
+    assert ax.images[0].get_array()[7].tolist() == [0.5, 0.5]  # type: ignore[index]
+    assert len(ax.get_yticks()) <= 32
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["5", "9"]
 
 

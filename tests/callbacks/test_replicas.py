@@ -57,6 +57,14 @@ def fit(
     return None
 
 
+def warned(check: ReplicaConsistencyCheck, *before: Callback, **options: Any) -> tuple[str | None, list[str]]:
+    """The error of a training, and its warnings of replicas that differ."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = fit(check, *before, **options)
+    return error, [str(w.message) for w in caught if "replicas differ" in str(w.message)]
+
+
 def everywhere(*before: Callback, world_size: int = 2, **options: Any) -> str:
     """The error of a training with a check after every step, which must be the same on all ranks; empty without one."""
     model = options.pop("model", TinyClassifier)
@@ -144,12 +152,10 @@ def test_training_continues_after_a_warning() -> None:
 
     def each(rank: int) -> Any:
         check = ReplicaConsistencyCheck(every_n_steps=2, action="warn")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            error = fit(check, Break(change))
-        return error, check.checks, [str(w.message) for w in caught if "replicas differ" in str(w.message)]
+        said = warned(check, Break(change))
+        return check.checks, said
 
-    (error, checks, texts), (_, others, _) = run_launched(2, each)
+    (checks, (error, texts)), (others, _) = run_launched(2, each)
     assert error is None
     assert checks == others == 4
     assert [text.split(":")[0] for text in texts] == [f"The replicas differ after step {step}" for step in (4, 6, 8)]
@@ -167,11 +173,9 @@ def test_healed_replicas_are_equal_to_the_last_bit() -> None:
     def each(rank: int) -> Any:
         heals = ReplicaConsistencyCheck(every_n_steps=1, optimizer_state=True, action="heal")
         looks = ReplicaConsistencyCheck(every_n_steps=3, optimizer_state=True, buffers=True)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            # one after the other: a difference that is left would be an error
-            error = fit(looks, Break(change), heals, model=Everything(), limit_train_batches=3)
-        return error, looks.checks, [str(w.message) for w in caught if "replicas differ" in str(w.message)]
+        # one after the other: a difference that is left would be an error
+        error, texts = warned(looks, Break(change), heals, model=Everything(), limit_train_batches=3)
+        return error, looks.checks, texts
 
     (error, checks, texts), (other, *_) = run_launched(2, each)
     assert error is other is None
