@@ -89,7 +89,7 @@ class TensorMissingRateMonitor(StepSampler[TensorFigures]):
         self.columns = columns
         self.dirpath = dirpath
         self.statistics: MissingRateStatistics | None = None
-        self._run_dir: Path | None = None
+        self._run_dir = Path()  # of this fit's files
         self._run = 0.0  # when this fit began
 
     @override
@@ -127,11 +127,10 @@ class TensorMissingRateMonitor(StepSampler[TensorFigures]):
         if self.heatmap_file is not None:
             self.heatmap_file.parent.mkdir(parents=True, exist_ok=True)
             self.heatmap().figure.savefig(self.heatmap_file, dpi=120)
-        if self._run_dir is not None:
-            with writing(self._run_dir):
-                self._run_dir.mkdir(parents=True, exist_ok=True)
-                content = json.dumps(self.statistics.summary() | {"run": self._run}, allow_nan=False)
-                (self._run_dir / FILE).write_text(content, encoding="utf-8")
+        with writing(self._run_dir):
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            content = json.dumps(self.statistics.summary() | {"run": self._run}, allow_nan=False)
+            (self._run_dir / FILE).write_text(content, encoding="utf-8")
 
     def table(self) -> Table:
         """The tensors that were missing most often, worst first.
