@@ -7,6 +7,7 @@ Covers: counts of sent and missing tensors, before and after fusion; energy and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -20,20 +21,17 @@ from tests.cluster import SHAPES, Cluster, settings
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Cluster]]:
-    clusters: list[Cluster] = []
+    with ExitStack() as made:
 
-    def build(steps: int = 0, **options: Any) -> Cluster:
-        """After so many steps with random gradients."""
-        options = {"collective": "allgather", "fusion": "aligned"} | options
-        cluster = Cluster(2, lambda: settings(**options))
-        clusters.append(cluster)
-        for step in range(steps):
-            cluster.step(cluster.random_grads(step))
-        return cluster
+        def build(steps: int = 0, **options: Any) -> Cluster:
+            """After so many steps with random gradients."""
+            options = {"collective": "allgather", "fusion": "aligned"} | options
+            cluster = made.enter_context(closing(Cluster(2, lambda: settings(**options))))
+            for step in range(steps):
+                cluster.step(cluster.random_grads(step))
+            return cluster
 
-    yield build
-    for cluster in clusters:
-        cluster.close()
+        yield build
 
 
 def figures(cluster: Cluster, rank: int = 0) -> TensorFigures:
