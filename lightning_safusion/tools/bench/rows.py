@@ -52,7 +52,7 @@ class Row:
         """The row in the table of systems."""
         return resolve_system(self.system)
 
-    def strategy(self, density: float | None, kind: type[Any] = SAFusionStrategy, **defaults: Any) -> Any:
+    def strategy(self, density: float | None, kind: Any = SAFusionStrategy, **defaults: Any) -> Any:
         """A new strategy.
 
         Args:

@@ -291,7 +291,7 @@ class _Run:
             return DDPStrategy(**options)
         if row in REFERENCE_STRATEGIES:
             return (SHARDED_REFERENCES if sharded else REFERENCE_STRATEGIES)[row](**options)
-        kind: Any = SAFusionModelParallelStrategy if sharded else SAFusionStrategy
+        kind = SAFusionModelParallelStrategy if sharded else SAFusionStrategy
         try:
             return parse_row(row).strategy(None, kind, **{"process_group_backend": None} | options)
         except ValueError as error:
