@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
@@ -36,6 +36,7 @@ _PARTS: dict[str, Callable[[str], object]] = {
     "fusion": resolve_fusion,
     "memory": resolve_memory,
 }
+_S = TypeVar("_S")
 _DENSITY = 0.01  # of a strategy that is only made to check its options
 
 
@@ -52,12 +53,16 @@ class Row:
         """The row in the table of systems."""
         return resolve_system(self.system)
 
-    def strategy(self, density: float | None, kind: Any = SAFusionStrategy, **defaults: Any) -> Any:
+    def strategy(self, density: float | None, **defaults: Any) -> SAFusionStrategy:
+        """The same as :meth:`made`, for models that are not sharded."""
+        return self.made(SAFusionStrategy, density, **defaults)
+
+    def made(self, kind: Callable[..., _S], density: float | None, **defaults: Any) -> _S:
         """A new strategy.
 
         Args:
-            density: Where the row has none and its system has one; None leaves it to the strategy.
             kind: Its class.
+            density: Where the row has none and its system has one; None leaves it to the strategy.
             defaults: Further arguments, where the row has none of its own.
 
         Raises:

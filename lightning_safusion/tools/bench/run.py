@@ -293,7 +293,7 @@ class _Run:
             return (SHARDED_REFERENCES if sharded else REFERENCE_STRATEGIES)[row](**options)
         kind = SAFusionModelParallelStrategy if sharded else SAFusionStrategy
         try:
-            return parse_row(row).strategy(None, kind, **{"process_group_backend": None} | options)
+            return parse_row(row).made(kind, None, **{"process_group_backend": None} | options)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
 
