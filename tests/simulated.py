@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_safusion import Segments, Selection, TopK
-from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.comm.transport.interface import Work
+from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.fusion.events import Clock
 
 
