@@ -43,7 +43,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 # Tests that measure time run alone, the rest side by side: some of them wait for timers and links.
-ALONE := tests/e2e/test_noct.py tests/callbacks/test_overlap.py::test_times_agree_with_real_sleeps
+ALONE := tests/e2e/test_noct.py
 slow: $(STAMP)
 	$(PYTEST) -m slow -n 3 $(ALONE:%=--deselect=%) --budget $(SLOW)
 	$(PYTEST) -m slow $(ALONE)
