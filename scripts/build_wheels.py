@@ -68,7 +68,8 @@ def build_wheel(sdist: Path, output: Path, machine: str | None) -> Path:
         options = [f"--config-setting=--build-option=--plat-name={POLICY.format(machine)}"]
     with tempfile.TemporaryDirectory() as work:
         with tarfile.open(sdist) as packed:
-            packed.extractall(work, filter="data")  # a tree of its own: objects of another platform must not stay
+            # a tree of its own: objects of another platform must not stay. Early releases of a Python know no filter
+            packed.extractall(work, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         (tree,) = Path(work).iterdir()
         _python("build", "--wheel", "--outdir", f"{work}/built", *options, str(tree), environment=environment)
         (built,) = Path(work, "built").glob("*.whl")

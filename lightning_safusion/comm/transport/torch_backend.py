@@ -164,7 +164,7 @@ class TorchTransport(Transport):
             messages = output.view(2, -1)
             messages[self.rank].copy_(tensor.view(-1))
             return JoinedWork([self.broadcast(messages[source], source) for source in range(2)])
-        return self._work(_ALL_GATHER(output, tensor, group=self._group, async_op=True))
+        return TorchWork([_ALL_GATHER(output, tensor, group=self._group, async_op=True)], self._check)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op]
