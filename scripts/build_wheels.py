@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 
@@ -67,9 +66,7 @@ def build_wheel(sdist: Path, output: Path, machine: str | None) -> Path:
         environment |= {"CC": compiler(machine), "LDSHARED": f"{compiler(machine)} -shared"}
         options = [f"--config-setting=--build-option=--plat-name={POLICY.format(machine)}"]
     with tempfile.TemporaryDirectory() as work:
-        with tarfile.open(sdist) as packed:
-            # a tree of its own: objects of another platform must not stay. Early releases of a Python know no filter
-            packed.extractall(work, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        shutil.unpack_archive(sdist, work)  # a tree of its own: objects of another platform must not stay
         (tree,) = Path(work).iterdir()
         _python("build", "--wheel", "--outdir", f"{work}/built", *options, str(tree), environment=environment)
         (built,) = Path(work, "built").glob("*.whl")

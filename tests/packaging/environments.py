@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,8 +44,7 @@ def build(output: Path, *platforms: str) -> None:
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
-    with tarfile.open(sdist) as packed:
-        packed.extractall(folder, filter="data")
+    shutil.unpack_archive(sdist, folder)
     (tree,) = folder.iterdir()
     return tree
 
