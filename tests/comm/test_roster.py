@@ -34,8 +34,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Roster]]:
 
 def answers(rosters: list[Roster]) -> list[str]:
     """What those that are left say, the first of which has asked."""
+
+    def look(roster: Roster) -> None:
+        while not roster.known:  # one that looks before it was asked has nothing to answer
+            roster.look()
+
     rosters[0].ask()
-    threads = [Thread(target=each.look) for each in rosters]
+    threads = [Thread(target=look, args=(each,)) for each in rosters]
     for thread in threads:
         thread.start()
     for thread in threads:
