@@ -154,9 +154,8 @@ def train(
     strategy = SAFusionStrategy(**{"timeout": timedelta(seconds=TIMEOUT), **system.options, **recipe.strategy})
     saves: list[Callback] = []
     if recipe.checkpoints is not None:
-        options = {"save_top_k": 1, "every_n_train_steps": SAVES_EVERY, "enable_version_counter": False}
-        # the options are of several types
-        saves = [ModelCheckpoint(recipe.checkpoints, "last", **options), Recorder(recipe.checkpoints)]  # type: ignore[arg-type]
+        options: dict[str, Any] = {"save_top_k": 1, "every_n_train_steps": SAVES_EVERY, "enable_version_counter": False}
+        saves = [ModelCheckpoint(recipe.checkpoints, "last", **options), Recorder(recipe.checkpoints)]
     trainer = Trainer(
         **{
             "accelerator": "cpu",
