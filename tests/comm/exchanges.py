@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +31,15 @@ def in_threads(transports: Sequence[Any], fn: Callable[[Any], Any]) -> list[Any]
     """Calls it with each of them, at once."""
     with ThreadPoolExecutor(len(transports)) as pool:
         return list(pool.map(fn, transports))
+
+
+def released(tensor: weakref.ref[Tensor]) -> bool:
+    """Whether nothing keeps it; a library's thread may take a moment longer than a work's end to let it go."""
+    deadline = time.monotonic() + 10
+    while tensor() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.001)
+    return tensor() is None
 
 
 def span(numel: int, capacity: int, dense: tuple[int, int] | None = None) -> SpanSpec:

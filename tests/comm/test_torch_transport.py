@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import time
 import weakref
 from datetime import timedelta
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_safusion.comm.transport.torch_backend import SoloTransport, TorchTransport, default_transport
+from tests.comm.exchanges import released
 from tests.process_group import run_ranks
 
 
@@ -40,10 +40,7 @@ def measured(rank: int) -> dict[str, Any]:
     work.wait()  # again, without harm
     work.on_done(called.append)
     del tensor
-    while alive() is not None and time.perf_counter() < deadline:  # the thread that called may not have ended the call
-        gc.collect()
-        time.sleep(0.001)
-    return {"calls": len(called), "ordered": start <= called[0] <= called[1], "released": alive() is None}
+    return {"calls": len(called), "ordered": start <= called[0] <= called[1], "released": released(alive)}
 
 
 def test_on_done_and_lifetime() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from lab.virtual.transport import local_transports
 from lightning_safusion.comm.transport.interface import ReduceOp, Transport, Work
 from lightning_safusion.comm.transport.torch_backend import SoloTransport, TorchTransport
-from tests.comm.exchanges import in_threads
+from tests.comm.exchanges import in_threads, released
 from tests.process_group import run_ranks
 
 WORLDS = [1, 2, 3, 5]
@@ -215,8 +214,7 @@ def lifetimes(rank: int) -> list[Any]:
         work.wait()
         work.on_done(called.append)
     del tensor
-    gc.collect()
-    return [before, len(called), alive() is None]
+    return [before, len(called), released(alive)]
 
 
 def test_works_call_back_once_and_keep_nothing() -> None:
