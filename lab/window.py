@@ -93,14 +93,14 @@ def _work(layers: int, buffers: int, step: int, optimizer: str, rank: int, pipe:
         pipe.send(counter.calls)
 
 
-def steady_window(optimizer: str, layers: int = 3, buffers: int = 3, step: int = 150) -> Calls:
+def steady_window(optimizer: str, layers: int = 3, buffers: int = 3, step: int = 200) -> Calls:
     """Calls by module and function, in one window after the first steps of the density schedule."""
     calls: Calls
     (calls,) = run_workers(Place(2), partial(_work, layers, buffers, step, optimizer))
     return calls
 
 
-def window(optimizer: str = "sgd", layers: int = 3, buffers: int = 3, step: int = 150, verbose: bool = False) -> None:
+def window(optimizer: str = "sgd", layers: int = 3, buffers: int = 3, step: int = 200, verbose: bool = False) -> None:
     """Counts what one steady window of the default passes through.
 
     Args:

@@ -39,16 +39,9 @@ class FirstWindows:
             return 0.0
         return self.opening.density if self._began is None else self.opening(windows - self._began)
 
-    def fading(self, window: int) -> float:
-        """1 for a first window, then less, evenly, to 0 after as many windows as an :class:`Opening` has steps.
-
-        Args:
-            window: Its number, from 0; without an opening none is a first one.
-        """
-        if self.opening is None:
-            return 0.0
-        later = 0 if self._began is None else window - self._began - self.opening.steps
-        return min(1.0, max(0.0, 1.0 - later / self.opening.steps))
+    def includes(self, window: int) -> bool:
+        """Whether a window, by its number from 0, has the opening's first density."""
+        return self.opening is not None and (self._began is None or window < self._began + self.opening.steps)
 
     def tell(self, notices: Notices) -> None:
         """Tells other ranks if the coming window is the last of the first ones."""

@@ -20,9 +20,9 @@ from lightning_safusion.integration.units import Group, is_muon, own_momentum
 _PACED_BELOW, _PACE = 0.05, 0.25
 # Share of the optimizer's momentum that stays: all of it at density 1, falling with the logarithm to none at 4 %.
 _NONE_KEPT_AT = 0.04
-# In the first steps, while networks leave their first plateau. Then it falls slowly: with a momentum of 0.9 a training
-# comes to where curvature is up to 19 times what steps without one bear (Cohen et al., Adaptive Gradient Methods at the
-# Edge of Stability, 2022).
+# In the first steps, while networks leave their first plateau. Then it falls with the density, which falls slowly: with
+# a momentum of 0.9 a training comes to where curvature is up to 19 times what steps without one bear (Cohen et al.,
+# Adaptive Gradient Methods at the Edge of Stability, 2022).
 _KEPT_AT_FIRST = 0.95
 
 
@@ -33,12 +33,12 @@ class Pace:
 
     Args:
         density: Share of the elements that a worker selected in the latest window.
-        first: 1 if that was one of the first windows, which send the most, then less, and at last 0.
+        first: Whether that was one of the first windows, which send the most.
         workers: Whose selections all workers receive.
     """
 
     def __init__(
-        self, density: Callable[[], float], first: Callable[[], float] = lambda: 0.0, workers: int = 2
+        self, density: Callable[[], float], first: Callable[[], bool] = lambda: False, workers: int = 2
     ) -> None:
         self._density, self._first, self._workers = density, first, workers
 
@@ -50,7 +50,7 @@ class Pace:
         workers = engine.transport.world_size if space.scattered == 1 else 2
         return Pace(
             lambda: space.scattered * space.quotas.density,
-            lambda: first.fading(engine.windows - 1) if engine.density.opens else 0.0,
+            lambda: engine.density.opens and first.includes(engine.windows - 1),
             workers,
         )
 
@@ -74,8 +74,8 @@ class Pace:
         The more often elements move, the more do steps without a momentum shake the weights; the less often, the
         less do they need one.
         """
-        lasting = max(0.0, 1.0 - math.log(self.of_two(self._density())) / math.log(_NONE_KEPT_AT))
-        return lasting + self._first() * max(0.0, _KEPT_AT_FIRST - lasting)
+        least = _KEPT_AT_FIRST if self._first() else 0.0
+        return max(least, 1.0 - math.log(self.of_two(self._density())) / math.log(_NONE_KEPT_AT))
 
 
 def risen(optimizers: Iterable[Optimizer]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,27 +59,24 @@ class ConstantDensity(DensitySchedule):
 
 @dataclass(frozen=True)
 class Opening:
-    """Least density of the first steps: ``density`` for ``steps`` steps, later about ``1 / (wait * step)``.
+    """Least density of the first steps: ``density`` for ``steps`` steps, later half of it after every ``half`` steps.
 
-    An element then waits for the share ``wait`` of the steps so far, at most. The density falls by half octaves, so
-    that plans last a while. Chosen in ``docs/convergence.md``.
+    It falls by half octaves, so that plans last a while. Chosen in ``docs/convergence.md``.
 
     Args:
         density: Of the first steps, in (0, 1].
-        steps: How long it stays, about; at least ``1 / (wait * density)``. Of a warm-up more steps (see
+        steps: How long it stays, about. Of a warm-up more steps (see
             :class:`~lightning_safusion.fusion.opening.FirstWindows`).
-        wait: Share of the steps so far.
+        half: Steps in which it halves.
     """
 
     density: float
     steps: int
-    wait: float
+    half: int
 
     def __call__(self, step: int) -> float:
         """Least density of a step, after ``step`` optimizer steps."""
-        if step < self.steps:
-            return self.density
-        octaves = max(0.0, math.log2(self.density * self.wait * (step + 1)))
+        octaves = max(0, step - self.steps) / self.half
         return self.density * 2.0 ** (-round(2 * octaves) / 2)
 
     def lasts(self, density: float) -> int:
@@ -89,10 +85,10 @@ class Opening:
 
 
 #: Where elements are compared in units of the update: at first as long and as much as the optimizer's momentum is
-#: needed, later an element waits for half of the steps so far, as second moments follow what is sent.
-BY_UPDATE = Opening(0.35, 100, 0.5)
-#: Elsewhere for a 25th, as long as the optimizer has the momentum: gradients change fast at first.
-BY_GRADIENT = Opening(0.5, 50, 0.04)
+#: needed, then slowly less, as the residual fills and second moments follow what is sent.
+BY_UPDATE = Opening(0.35, 60, 24)
+#: Elsewhere as long as the optimizer has the momentum: gradients change fast at first.
+BY_GRADIENT = Opening(0.5, 50, 60)
 
 
 class SuitedDensity(ConstantDensity):

@@ -14,7 +14,7 @@ from lightning_safusion.sparsify import (
     LinearRamp,
     resolve_density,
 )
-from lightning_safusion.sparsify.schedule import BY_GRADIENT, BY_UPDATE
+from lightning_safusion.sparsify.schedule import BY_GRADIENT, BY_UPDATE, Opening
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,14 @@ def test_other_arguments_are_checked() -> None:
         DGCWarmup(0.1, values=[2.0])
 
 
-def test_elements_wait_for_half_of_the_steps_so_far_at_most() -> None:
-    densities = [BY_UPDATE(step) for step in range(1000)]
-    assert densities[:100] == [0.35] * 100
+@pytest.mark.parametrize("opening", [BY_UPDATE, BY_GRADIENT])
+def test_the_density_of_the_first_steps_halves_again_and_again(opening: Opening) -> None:
+    densities = [opening(step) for step in range(1000)]
+    assert densities[: opening.steps] == [opening.density] * opening.steps
     assert densities == sorted(densities, reverse=True)
-    assert all(0.84 * 2 / step < density < 1.19 * 2 / step for step, density in enumerate(densities[100:], 101))
-    assert len({*densities[:108]}) == 2  # each is a plan
-    assert [BY_UPDATE.lasts(density) for density in (0.35, 0.02, 0.001)] == [0, 108, 1739]
-    assert [BY_GRADIENT.lasts(density) for density in (0.5, 0.1)] == [0, 237]
+    for step, density in enumerate(densities[opening.steps :]):
+        assert density == pytest.approx(opening.density * 0.5 ** (step / opening.half), rel=0.2)
+    assert len(set(densities[: opening.steps + opening.half])) == 3  # each is a plan
+    assert opening.lasts(opening.density) == 0
+    lasting = opening.density / 5
+    assert densities[opening.lasts(lasting)] <= lasting < densities[opening.lasts(lasting) - 1]

@@ -42,8 +42,8 @@ class History:
     accuracies: list[float] = field(default_factory=list)  # after each epoch; all epochs have as many steps
 
     def usual(self, figure: str) -> float:
-        """Median of a figure over the second half of the steps: the first ones of some systems send more."""
-        return median(getattr(step, figure) for step in self.steps[len(self.steps) // 2 :])
+        """Median of a figure over the last quarter of the steps: the first ones of some systems send more."""
+        return median(getattr(step, figure) for step in self.steps[3 * len(self.steps) // 4 :])
 
     def total(self, figure: str) -> float:
         """Sum of a figure over all steps."""
@@ -93,7 +93,7 @@ class Comparison:
         """One row per system."""
         table = plain_table(
             title,
-            "Sent: by one worker. Step and sent: medians of the second half of the steps. Missing: gradient tensors of "
+            "Sent: by one worker. Step and sent: medians of the last quarter of the steps. Missing: gradient tensors of "
             f"which a worker sent nothing in a step. {self.target:.1%}: final accuracy of {self.baseline.title}, less "
             "what is noise.",
             "system",

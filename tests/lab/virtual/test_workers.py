@@ -212,12 +212,13 @@ def test_the_optimizers_momentum_falls_after_the_first_windows(make: Callable[..
     engines.carry_momentum([optimizer], params)
     betas: list[float] = []
     optimizer.register_step_pre_hook(lambda *_: betas.append(min(g["betas"][0] for g in optimizer.param_groups)))
-    for step in range(2 * BY_UPDATE.steps + 5):
+    steps = BY_UPDATE.lasts(0.02)
+    for step in range(steps + 5):
         for param, mean in zip(params, engines.average(gradients(2, step)), strict=True):
             param.grad = mean.view_as(param)
         optimizer.step()
-    first, then, last = betas[: BY_UPDATE.steps], betas[BY_UPDATE.steps : -5], betas[-5:]
+    first, then, last = betas[: BY_UPDATE.steps], betas[BY_UPDATE.steps : steps], betas[steps:]
     assert first == pytest.approx([0.95 * 0.9] * len(first))
     assert then == sorted(then, reverse=True)
-    assert max(a - b for a, b in pairwise(then)) < 0.02
+    assert max(a - b for a, b in pairwise(then)) < 0.1  # half an octave of the density
     assert last == [0.0] * 5
