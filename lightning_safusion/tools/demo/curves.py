@@ -93,8 +93,8 @@ class Comparison:
         """One row per system."""
         table = plain_table(
             title,
-            "Sent: by one worker. Step and sent: medians of the last quarter of the steps. Missing: gradient tensors of "
-            f"which a worker sent nothing in a step. {self.target:.1%}: final accuracy of {self.baseline.title}, less "
+            "Sent: by one worker. Step and sent: medians of the last quarter of the steps. Missing: gradient tensors "
+            f"of which a worker sent nothing in a step. {self.target:.1%}: final accuracy of {self.baseline.title}, less "
             "what is noise.",
             "system",
             ("step\nms", "sent\nkB/step", "tensors\nmissing", "all\nsteps, s")
