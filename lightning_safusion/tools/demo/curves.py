@@ -94,8 +94,8 @@ class Comparison:
         table = plain_table(
             title,
             "Sent: by one worker. Step and sent: medians of the last quarter of the steps. Missing: gradient tensors "
-            f"of which a worker sent nothing in a step. {self.target:.1%}: final accuracy of {self.baseline.title}, less "
-            "what is noise.",
+            f"of which a worker sent nothing in a step. {self.target:.1%}: final accuracy of {self.baseline.title}, "
+            "less what is noise.",
             "system",
             ("step\nms", "sent\nkB/step", "tensors\nmissing", "all\nsteps, s")
             + (f"until\n{self.target:.1%}, s", "final\naccuracy"),
