@@ -37,7 +37,7 @@ _MEASURED: Mapping[str, Mapping[float, str]] = {
     "Adagrad": {0.1: "0.5 % above dense training's loss", 0.05: "level", 0.02: "0.8 % above"},
     "Adafactor": {0.1: "2.0 % below dense training's loss", 0.05: "2.3 % below", 0.02: "level (0.4 % below)"},
     "schedule-free": {0.1: "level (0.3 % above)", 0.05: "1.4 % above dense training's loss", 0.02: "5.6 % above"},
-    "Lion": {0.25: "level (0.1 % above)", 0.1: "2.2 % above dense training's loss", 0.05: "5 %", 0.02: "9.7 %"},
+    "Lion": {0.25: "level (0.2 % above)", 0.1: "2.2 % above dense training's loss", 0.05: "5 %", 0.02: "9.7 %"},
     "Muon": {0.72: "level (0.5 % above)", 0.25: "1.1 % above dense training's loss"},
 }
 _HOOKS: Mapping[str, str] = {
