@@ -134,7 +134,7 @@ class Selection:
         return self.indices
 
     def with_values_of(self, x: Tensor) -> Selection:
-        """The same positions with the values that ``x`` (float32 [N]) has there."""
+        """The same positions with the values that ``x`` (float32 [N]) has there, maybe in this selection's memory."""
         values = x[self.indices]
         # padding has a value of 0
         return replace(self, values=values if isinstance(self.count, int) else torch.where(self.values != 0, values, 0))
