@@ -20,8 +20,8 @@ from lightning_safusion.integration.units import Group, is_muon, own_momentum
 _PACED_BELOW, _PACE = 0.05, 0.25
 # Share of the optimizer's momentum that stays: all of it at density 1, falling with the logarithm to none at 4 %.
 _NONE_KEPT_AT = 0.04
-# In the first steps, while networks leave their first plateau. Then it falls with the density, which falls slowly: with
-# a momentum of 0.9 a training comes to where curvature is up to 19 times what steps without one bear (Cohen et al.,
+# In the first steps, while networks leave their first plateau. Then it falls with the density, not at once: with a
+# momentum of 0.9 a training comes to where curvature is up to 19 times what steps without one bear (Cohen et al.,
 # Adaptive Gradient Methods at the Edge of Stability, 2022).
 _KEPT_AT_FIRST = 0.95
 

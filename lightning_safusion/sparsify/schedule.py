@@ -84,9 +84,8 @@ class Opening:
         return next(step for step in itertools.count() if self(step) <= density)
 
 
-#: Where elements are compared in units of the update: at first as long and as much as the optimizer's momentum is
-#: needed, then slowly less, as the residual fills and second moments follow what is sent.
-BY_UPDATE = Opening(0.35, 60, 24)
+#: Where elements are compared in units of the update: as long and as much as the optimizer's momentum is needed.
+BY_UPDATE = Opening(0.35, 24, 6)
 #: Elsewhere as long as the optimizer has the momentum: gradients change fast at first.
 BY_GRADIENT = Opening(0.5, 50, 60)
 
