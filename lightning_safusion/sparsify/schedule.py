@@ -85,7 +85,7 @@ class Opening:
 
 
 #: Where elements are compared in units of the update: as long and as much as the optimizer's momentum is needed.
-BY_UPDATE = Opening(0.35, 24, 6)
+BY_UPDATE = Opening(0.35, 24, 20)
 #: Elsewhere as long as the optimizer has the momentum: gradients change fast at first.
 BY_GRADIENT = Opening(0.5, 50, 60)
 

@@ -166,7 +166,7 @@ def test_the_default_compares_updates_of_adamw(caplog: pytest.LogCaptureFixture)
             assert all(torch.equal(weights_[0], other) for other in weights_)
     assert not equal(trained[0], trained[2])
     assert "Elements are compared by how far they would move" in said
-    assert "; the first 41 steps send more, and longer in a warm-up, so compare longer runs; " in said
+    assert "; the first 79 steps send more, and longer in a warm-up, so compare longer runs; " in said
 
 
 def test_the_first_windows_send_more() -> None:
