@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.multiphase import TOP, Entries
+from lightning_safusion.comm.collectives.multiphase import Entries
 from lightning_safusion.comm.collectives.shards import Pieces, Receiver, Routes, Shard
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.sparsify.selection.select import largest
 from lightning_safusion.sparsify.selection.survey import Foresight, SpanSurvey
 from lightning_safusion.sparsify.selection.units import SpanUnits
 
@@ -134,7 +135,7 @@ class HostShard(Shard):
         return Entries(*map(torch.from_numpy, left))
 
     def _top(self, compared: Tensor, survey: SpanSurvey) -> Entries:
-        selection = TOP.select(compared, self._history.segments, 0, survey)
+        selection = largest(compared, self._history.segments, survey)
         places = selection.positions.numpy()
         cuts = places.searchsorted(self._edges_as[places.dtype])
         indices = places + self._apart.repeat(cuts[1:] - cuts[:-1])

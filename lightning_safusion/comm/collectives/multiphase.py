@@ -14,9 +14,7 @@ from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec, Verdict, 
 from lightning_safusion.comm.transport.interface import LaterWork, Transport, Work
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.sparsify.base import Selection, span_segments
-from lightning_safusion.sparsify.basic import TopK
-
-TOP = TopK()
+from lightning_safusion.sparsify.selection.select import largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +63,7 @@ class Entries:
         """The ``count`` entries of the largest magnitude, the first ones among equals; NaN counts as the largest."""
         if len(self) <= count:
             return self
-        selection = TOP.select(self.values, span_segments(len(self), count), 0)
+        selection = largest(self.values, span_segments(len(self), count))
         return self[selection.indices[: int(selection.count)]]
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.buffer import Communicators, SparseBuffer
-from lightning_safusion.comm.collectives.multiphase import TOP, Entries, MultiPhaseExchange, joined
+from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, joined
 from lightning_safusion.comm.exchange import Ability, Part, padded, saturated
 from lightning_safusion.comm.transport.interface import Work
 from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
-from lightning_safusion.sparsify.selection.survey import History, Selector
+from lightning_safusion.sparsify.selection.select import largest
+from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
 from lightning_safusion.sparsify.selection.units import SpanUnits
 
 
@@ -100,7 +101,6 @@ class NodeExchange(MultiPhaseExchange):
         self._x = torch.zeros(sum(self._sizes) if spec.capacity else 0, dtype=inner, device=device)
         pairs = zip(self._x.split(self._sizes), self._numels, strict=True) if spec.capacity else ()
         self._shards = [piece[:numel] for piece, numel in pairs][:width]
-        self._selector = Selector(TOP)
         self._absent: Sequence[int] = ()
         self._units: SpanUnits | None = None
         self._scattering: tuple[Tensor, Work] | None = None
@@ -173,4 +173,6 @@ class NodeExchange(MultiPhaseExchange):
         return joined([result.sums.shifted(low) for result, low in zip(results, starts, strict=True)])
 
     def _largest(self, total: Tensor, units: SpanUnits | None) -> Selection:
-        return self._selector.select(total, self._history, 0, units=units)
+        compared = total if units is None else units.weigh(total)
+        chosen = largest(compared, self._history.segments, SpanSurvey(compared, self._history))
+        return chosen if units is None else chosen.with_values_of(total)

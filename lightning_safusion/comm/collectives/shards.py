@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.collectives.multiphase import TOP, Entries, message_sizes
+from lightning_safusion.comm.collectives.multiphase import Entries, message_sizes
 from lightning_safusion.comm.exchange import aligned
 from lightning_safusion.comm.wire.codec import Codec, spread
 from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.selection.select import largest
 from lightning_safusion.sparsify.selection.survey import History, SpanSurvey
 from lightning_safusion.sparsify.selection.torch_view import compact
 from lightning_safusion.sparsify.selection.units import SpanUnits
@@ -261,7 +262,7 @@ class Shard:
         return self._top(compared, SpanSurvey(compared, self._history))
 
     def _top(self, compared: Tensor, survey: SpanSurvey) -> Entries:
-        selection = TOP.select(compared, self._history.segments, 0, survey)
+        selection = largest(compared, self._history.segments, survey)
         return self.in_span(Entries.of(selection, self.device).indices, self._held)
 
     def leaving(self, sums: Tensor, delivered: Entries) -> Entries:
