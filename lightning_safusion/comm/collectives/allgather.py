@@ -175,12 +175,9 @@ class SparseAllGather(StreamOrderedExchange):
     @cached_property
     def _dense_parts(self) -> tuple[list[int], native.Parts, native.Together[native.Message]]:
         """Dense tensors, where they lie in a message of float32 numbers, and the messages of all ranks as such."""
-        edges, tensors = np.asarray(self.spec.edges, np.int64), np.array(self.spec.dense_tensors, np.int64)
-        firsts = np.array([first for first, _, _ in self.spec.dense_runs], np.int64)
-        runs = firsts.searchsorted(edges[tensors], side="right") - 1
-        starts = np.array(self._offsets)[1:-1][runs] // 4 + edges[tensors] - firsts[runs]
+        tensors, sizes = self.spec.dense_tensors, np.diff(self.spec.edges)
         messages = [native.Message.dense(message.view(torch.float32)) for message in self._messages]
-        return tensors.tolist(), native.Parts.of(starts, np.diff(edges)[tensors]), native.Together(messages)
+        return tensors, native.Parts.of(self.lane_places()[tensors] // 4, sizes[tensors]), native.Together(messages)
 
     def sent(self) -> tuple[Tensor, Tensor]:
         return self.codec.decode(self._send[self._selection]) if self._reads_again and self.codec else self._sent
