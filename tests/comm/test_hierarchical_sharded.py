@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.buffer import Communicators, SparseBuffer
-from lightning_safusion.comm.collectives.nodes import shard_of
+from lightning_safusion.comm.collectives.hierarchical import shard_of
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Exchange, Part, SpanSpec
 from lightning_safusion.comm.transport.interface import Transport

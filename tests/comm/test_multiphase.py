@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_safusion.comm.collectives.nodes import NodeExchange
+from lightning_safusion.comm.collectives.hierarchical import NodeExchange
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Notice, Part, TensorFlag
 from lightning_safusion.comm.transport.torch_backend import default_transport
