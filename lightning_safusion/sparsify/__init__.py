@@ -1,14 +1,7 @@
 """Sparsifiers, error-feedback memories and density schedules."""
 
 from lightning_safusion.sparsify.adtopk import ADTopk
-from lightning_safusion.sparsify.base import (
-    Segments,
-    Selection,
-    Sparsifier,
-    as_selection,
-    element_quota,
-    span_segments,
-)
+from lightning_safusion.sparsify.base import Segments, Selection, Sparsifier, as_selection, element_quota, span_segments
 from lightning_safusion.sparsify.basic import NoCompression, RandomK, Threshold, TopK
 from lightning_safusion.sparsify.dgc import DGC
 from lightning_safusion.sparsify.gaussiank import GaussianK

@@ -60,11 +60,7 @@ def nodes_in(cluster: Sequence[int]) -> list[list[int]]:
 
 
 def built(
-    name: str,
-    nodes: Sequence[int] | None = None,
-    wire: str = "auto",
-    segments: Segments | None = None,
-    **options: Any,
+    name: str, nodes: Sequence[int] | None = None, wire: str = "auto", segments: Segments | None = None, **options: Any
 ) -> Build:
     """A collective of the catalogue, with other numbers; None: nodes as :func:`nodes_of` has them."""
     row = COLLECTIVES[name]

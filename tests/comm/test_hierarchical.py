@@ -17,27 +17,13 @@ from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.units import Moment, SpanUnits
 from tests.cluster import Cluster, assert_conserved, settings
-from tests.comm.exchanges import (
-    Workers,
-    conserved,
-    gradients,
-    hierarchical,
-    nodes_in,
-    same,
-    span,
-)
+from tests.comm.exchanges import Workers, conserved, gradients, hierarchical, nodes_in, same, span
 from tests.process_group import run_ranks
 from tests.resume import At, InGroup, parameters, run
 
 UNEVEN = [0, 1, 0, 1, 1]
 #: Node of every rank.
-CLUSTERS: list[list[int]] = [
-    [0, 0],
-    [0, 1],
-    [0, 0, 1],
-    [1, 0, 1, 0, 0],
-    [0, 1, 1, 0, 2, 2, 2, 3],
-]
+CLUSTERS: list[list[int]] = [[0, 0], [0, 1], [0, 0, 1], [1, 0, 1, 0, 0], [0, 1, 1, 0, 2, 2, 2, 3]]
 
 
 def expected(xs: list[Tensor], cluster: list[int], capacity: int) -> tuple[Tensor, list[Tensor]]:

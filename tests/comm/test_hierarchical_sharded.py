@@ -37,15 +37,7 @@ from tests.comm.exchanges import (
 )
 
 #: Node of every rank.
-CLUSTERS: list[list[int]] = [
-    [0],
-    [0, 0, 0],
-    [0, 1],
-    [0, 0, 1],
-    [1, 0, 1, 0, 0],
-    [0, 1, 2],
-    [0, 1, 1, 0, 2, 2, 2, 3],
-]
+CLUSTERS: list[list[int]] = [[0], [0, 0, 0], [0, 1], [0, 0, 1], [1, 0, 1, 0, 0], [0, 1, 2], [0, 1, 1, 0, 2, 2, 2, 3]]
 SIZES = (700, 1, 0, 300, 999)
 
 

@@ -19,15 +19,7 @@ from torch import Tensor
 from lightning_safusion.sparsify import Segments, TopK
 from lightning_safusion.sparsify.selection.select import SegmentedView, pooled, segmented_view
 from lightning_safusion.testing import FINITE, KINDS, values_of
-from tests.sparsify.oracle import (
-    BACKENDS,
-    check,
-    cut,
-    exact_pooled,
-    exact_take,
-    exact_top,
-    kernels,
-)
+from tests.sparsify.oracle import BACKENDS, check, cut, exact_pooled, exact_take, exact_top, kernels
 
 # below, at and above blocks of 64, 1,024 and 65,536 elements
 SIZES = [0, 1, 2, 5, 32, 300, 700, 1024, 3000, 17_000, 70_000]

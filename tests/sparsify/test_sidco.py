@@ -116,14 +116,8 @@ PLAIN: dict[tuple[Fit, int], dict[str, tuple[float, float, float, float]]] = {
         "uniform": (1, 1, 1, 1),
         "zeros_gaussian": (0.39, 0.37, 0.34, 0.34),
     },
-    ("gamma_gpareto", 1): {
-        "gaussian": (0.88, 0.63, 0.16, 0.0045),
-        "student3": (0.87, 0.94, 1.55, 5.0),
-    },
-    ("gamma_gpareto", 3): {
-        "gaussian": (1.11, 1.10, 1.06, 1.03),
-        "student3": (0.94, 0.94, 0.90, 0.84),
-    },
+    ("gamma_gpareto", 1): {"gaussian": (0.88, 0.63, 0.16, 0.0045), "student3": (0.87, 0.94, 1.55, 5.0)},
+    ("gamma_gpareto", 3): {"gaussian": (1.11, 1.10, 1.06, 1.03), "student3": (0.94, 0.94, 0.90, 0.84)},
 }
 CORRECTED = {
     "gaussian": (1.01, 1.00, 0.993, 0.986),

@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_safusion.comm.buffer import Communicators, SparseBuffer
-from lightning_safusion.comm.collectives.multiphase import (
-    Entries,
-    MultiPhaseExchange,
-    decoded,
-    encoded,
-    message_sizes,
-)
+from lightning_safusion.comm.collectives.multiphase import Entries, MultiPhaseExchange, decoded, encoded, message_sizes
 from lightning_safusion.comm.exchange import Ability, Part
 from lightning_safusion.comm.transport.interface import FinishedWork, Work
 

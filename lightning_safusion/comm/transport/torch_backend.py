@@ -135,10 +135,7 @@ class TorchTransport(Transport):
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        timeout: timedelta | None = None,
-        lockstep: Lockstep | None = None,
+        self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, lockstep: Lockstep | None = None
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(

@@ -23,15 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.wire.codec import (
-    Codec,
-    Reader,
-    Shape,
-    blocks_of,
-    check_order,
-    marked,
-    positions_to_write,
-)
+from lightning_safusion.comm.wire.codec import Codec, Reader, Shape, blocks_of, check_order, marked, positions_to_write
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
 from lightning_safusion.comm.wire.values import VALUES, Values, fill, packed, scale_edges, unpacked
 from lightning_safusion.kernels import cpu as native

@@ -234,12 +234,7 @@ class Selector:
         self.lazy = self._trusted and self._takes_survey and sparsifier.reads == "view"
 
     def select(
-        self,
-        x: Tensor,
-        history: History,
-        step: int,
-        survey: SpanSurvey | None = None,
-        units: SpanUnits | None = None,
+        self, x: Tensor, history: History, step: int, survey: SpanSurvey | None = None, units: SpanUnits | None = None
     ) -> Selection:
         """Selects from a span, on any device; safe to call on any thread.
 

@@ -78,10 +78,7 @@ def main() -> None:
     triton.runtime.driver.set_active(Target("90", 0))
     buffer.probe(torch.device("cpu"))
     found: dict[str, Any] = {"start": Made.made}
-    with (
-        patch.object(fused, "serves_buffers", lambda device: True),
-        patch.object(WindowKernels, "read", all_fresh),
-    ):
+    with patch.object(fused, "serves_buffers", lambda device: True), patch.object(WindowKernels, "read", all_fresh):
         found["usual"] = [
             compiled(LONG, 2, torch.float32), compiled(LONG[::-1], 8, torch.float32),
             compiled(LONG[4:], 3, torch.float32, density=0.05), compiled((LONG[-1],), 2, torch.float32),

@@ -74,12 +74,7 @@ def test_a_tensor_with_listed_chunks_and_one_that_has_too_few_slots(pooled: bool
     ORDERS,
 )
 def test_messages_are_those_of_the_cpu(
-    change: str,
-    density: float,
-    pooled: bool,
-    moments: list[int] | None,
-    sharing: int,
-    order: int | None,
+    change: str, density: float, pooled: bool, moments: list[int] | None, sharing: int, order: int | None
 ) -> None:
     """Whatever the keys are, with several histograms of a tensor, and programs in any order."""
     with pytest.MonkeyPatch.context() as patched, in_order(order):
