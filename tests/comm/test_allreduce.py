@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +9,7 @@ from torch import Tensor
 from lab.virtual.transport import LocalTransport, local_transports
 from lightning_safusion.comm.collectives.allreduce import DenseAllReduce, TwoPhaseSum
 from lightning_safusion.comm.exchange import SpanSpec
-from lightning_safusion.comm.transport.torch_backend import default_transport
 from tests.comm.exchanges import CPU, Workers, gradients, in_threads
-from tests.process_group import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -56,26 +52,6 @@ def test_the_second_phase_may_wait_until_others_have_begun() -> None:
     for sums in in_threads(local_transports(3, timeout=20.0), run):
         for total, x in zip(sums, xs, strict=True):
             torch.testing.assert_close(total, torch.stack(x).sum(0))
-
-
-def real(rank: int, world_size: int) -> list[Any]:
-    results = []
-    for dtype in (torch.float32, torch.bfloat16):
-        total = TwoPhaseSum(1001, dtype, default_transport(), CPU)
-        total.buffer.copy_(gradients(world_size, 1001)[rank])
-        total.start()
-        total.start_second()
-        total.wait()
-        results.append(total.buffer.float().tolist())
-    return results
-
-
-def test_real_ranks() -> None:
-    first, *others = run_ranks(3, real, 3)
-    assert all(other == first for other in others)
-    expected = torch.stack(gradients(3, 1001)).sum(0)
-    for values, tolerance in zip(first, (1e-5, 0.05), strict=True):
-        torch.testing.assert_close(torch.tensor(values), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_the_rounding_of_a_part_to_16_bits_stays_with_its_rank() -> None:

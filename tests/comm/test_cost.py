@@ -9,7 +9,6 @@ from lightning_safusion.comm.cost import (
     Link,
     allgather_bytes,
     fit_linear,
-    log2_ceil,
     ring_allreduce_bytes,
 )
 
@@ -30,10 +29,6 @@ def test_times() -> None:
     assert link.allgather(5)(1000) == pytest.approx(1e-2 + 4e-3 + 4e-3)
     assert link.allgather(5, "doubling")(1000) == pytest.approx(1e-2 + 3e-3 + 4e-3)
     assert link.allgather(1) == link.allreduce(1) == LinearCost(1e-2, 0.0)
-
-
-def test_rounds_of_a_tree() -> None:
-    assert [log2_ceil(n) for n in (1, 2, 3, 4, 5, 8, 9, 64)] == [0, 1, 2, 2, 3, 3, 4, 6]
 
 
 def test_presets_are_ordered_by_bandwidth() -> None:

@@ -86,15 +86,6 @@ def test_a_bitmap_that_is_read_in_pieces_is_refused_where_it_has_no_room(compile
             codec.reader(message)(2000, 2008)
 
 
-@pytest.mark.parametrize("count", [-1, CAPACITY + 1, 2**31 - 1])
-def test_a_list_with_a_wrong_count_is_refused(count: int) -> None:
-    codec = codec_of("coo-fp32")
-    message = intact(codec, torch.Generator().manual_seed(0))
-    message[:4] = torch.tensor([count], dtype=torch.int32).view(torch.uint8)
-    with pytest.raises(ValueError, match=f"{count} entries has room for 60: it is damaged"):
-        codec.decode(message)
-
-
 def test_the_drain_names_the_buffer_of_a_damaged_message() -> None:
     cluster = Cluster(2, lambda: settings(collective="allgather", wire="bitmap-fp32", fusion="single"))
     try:

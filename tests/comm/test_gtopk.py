@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_safusion.comm.collectives.gtopk import GTopKExchange, tree_rounds
+from lightning_safusion.comm.collectives.gtopk import GTopKExchange
 from lightning_safusion.comm.exchange import aligned
 from tests.comm.exchanges import Workers, gradients, gtopk, lost, part_of, same, span
 
@@ -76,8 +76,3 @@ def test_bytes_are_those_of_the_formula(world_size: int) -> None:
     assert sum(received) == 2 * (n - 1) * size
     assert received[0] == (n - 1).bit_length() * size
     assert {e.bytes_sent - e.lane.bytes_sent for e in workers.exchanges} == {size}
-
-
-def test_rounds_are_as_few_as_promised() -> None:
-    for world_size in range(1, 20):
-        assert len(tree_rounds(world_size)) == (world_size - 1).bit_length()

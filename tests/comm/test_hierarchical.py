@@ -82,15 +82,6 @@ def test_bytes_are_those_of_the_formulas(cluster: list[int]) -> None:
             assert exchange.transports.inside.bytes_received == scattered + gathered
 
 
-def test_what_does_not_fit_inside_stays_with_the_sender() -> None:
-    workers = Workers(2, span(4, 4), hierarchical([0, 0], wire="fp16"))
-    xs = [torch.tensor([1e6, 0.0, 0.0, 0.0]), torch.tensor([0.0, 2.0, 0.0, 0.0])]
-    results = workers.step(xs)
-    assert results[0].sent.tolist() == [65504.0, 0.0, 0.0, 0.0]
-    assert results[1].sent.tolist() == [0.0, 2.0, 0.0, 0.0]
-    assert (results[0].mean * 2).tolist() == [65504.0, 2.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
 def test_every_segment_has_its_quota_of_the_sums_of_a_node(cluster: list[int]) -> None:
     segments = Segments(np.array([0, 700, 703, 2000]), np.array([30, 1, 0]), (0, 1, 2), ((700,), (3,), (1297,)))
@@ -200,12 +191,3 @@ def test_what_does_not_go_together_is_refused(collective: str) -> None:
         SAFusionStrategy(collective=collective, compressor="gaussiank")
     with pytest.raises(ValueError, match="fusion='naive' fills buffers .* a collective other than"):
         SAFusionStrategy(collective=collective, fusion="naive")
-
-
-def test_values_inside_are_those_of_the_wire() -> None:
-    sent = {}
-    for wire in ("auto", "bf16"):
-        workers = Workers(2, span(1000, 10), hierarchical([0, 0], wire=wire))
-        assert conserved(workers.step(gradients(2, 1000)))
-        sent[wire] = workers.exchanges[0].transports.inside.bytes_received
-    assert 1000 <= sent["auto"] - sent["bf16"] < 1100  # 500 elements, and what is smaller of ten entries

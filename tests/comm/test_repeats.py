@@ -19,7 +19,6 @@ from lightning_safusion.fusion.launching.offloaded import _merged
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.memory.residual import ResidualMemory
-from lightning_safusion.sparsify.selection.torch_view import find_marked
 
 CPU = torch.device("cpu")
 NUMEL, CAPACITY, FOUND = 20_000, 4000, 100
@@ -91,14 +90,3 @@ def test_selections_of_a_thread_and_of_the_device_are_merged() -> None:
     assert torch.equal(merged.indices[:found], torch.cat([first.indices[:FOUND], second.indices]).sort().values)
     assert merged.indices.bincount().max() <= 2
     assert not merged.values[found:].any()
-
-
-def test_marked_places_are_found() -> None:
-    mask = torch.rand(1000, generator=torch.Generator().manual_seed(0)) < 0.1
-    expected = mask.nonzero().view(-1)
-    for capacity in (len(expected) + 50, len(expected)):
-        found, count = find_marked(mask, capacity)
-        assert count.tolist() == [len(expected)]
-        assert torch.equal(found[: len(expected)], expected)
-        assert (found[len(expected) :] == 1000).all()
-    assert find_marked(torch.zeros(5, dtype=torch.bool), 2)[0].tolist() == [5, 5]

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import gc
 import math
-import tracemalloc
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -34,8 +32,6 @@ from lightning_safusion.sparsify import (
 )
 from lightning_safusion.sparsify.memory.contract import Flat
 from lightning_safusion.testing import check_memory
-from tests.cluster import Cluster, settings, specs
-from tests.sparsify.oracle import needs_kernels
 
 AnyMemory = TypeVar("AnyMemory", bound=Memory)
 EDGES = [0, 6, 7, 20, 20, 64]
@@ -245,30 +241,6 @@ def test_cuts_of_a_memory_are_not_kept_for_ever() -> None:
     assert sum(starts() is not None for starts in alive) <= 32
     again = flat.parts[0, 2]
     assert flat.parts[0, 2] is again
-
-
-@pytest.mark.slow
-@needs_kernels
-@pytest.mark.filterwarnings("ignore:.* tensors .* were computed on some ranks only")
-def test_layers_that_drop_out_take_no_more_memory() -> None:
-    described = specs([(20,)] * 60)
-    cluster = Cluster(1, lambda: settings(collective="allgather", fusion="single"), described)
-    rng = np.random.default_rng(0)
-    grads = cluster.random_grads(0)
-
-    def train(windows: int) -> None:
-        for _ in range(windows):
-            cluster.step(grads, [(rng.random(60) < 0.8).tolist()])
-        gc.collect()
-
-    try:
-        train(50)
-        tracemalloc.start()
-        train(400)
-        assert tracemalloc.get_traced_memory()[0] < 100_000
-    finally:
-        tracemalloc.stop()
-        cluster.close()
 
 
 @pytest.mark.parametrize("name", ["auto", "dgc", "ef21"])

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_safusion import Segments
 from lightning_safusion.sparsify import resolve_sparsifier, segmented_view
-from lightning_safusion.sparsify.selection.native import with_first_others
 from lightning_safusion.sparsify.selection.survey import Selector
 from tests.looks import note_kernels
 from tests.sparsify import oracle
@@ -88,16 +87,3 @@ def test_a_sparse_tensor_is_read_no_more_often(name: str, pool: int, monkeypatch
         windows(name, cut(pool), [share] * 12, True)
         looks.append(sum(read) / NUMEL)
     assert looks[1] <= looks[0] + 6  # where a predicted threshold was wrong
-
-
-def test_positions_and_the_first_others() -> None:
-    for seed in range(50):
-        rng = np.random.default_rng(seed)
-        start, size = int(rng.integers(0, 9)), int(rng.integers(1, 60))
-        positions = np.sort(rng.choice(size, rng.integers(0, size + 1), replace=False)).astype(np.int32) + start
-        others = np.setdiff1d(np.arange(start, start + size), positions)
-        more = int(rng.integers(0, len(others) + 1))
-        expected = np.sort(np.concatenate([positions, others[:more]]))
-        found = with_first_others(positions.astype(np.int32), start, size, more)
-        assert found.dtype == np.int32
-        assert found.tolist() == expected.tolist()

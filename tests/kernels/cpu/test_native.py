@@ -284,13 +284,3 @@ def test_positions_that_do_not_rise_write_nowhere_else() -> None:
     entries = [(torch.tensor([20_000, 3, 49_999, 60_000, -4]), torch.ones(5))]
     native.mean_into([grad], Parts.between([0, 50_000]), decoded(entries), 1.0)
     assert set(grad.unique().tolist()) <= {0.0, 1.0}
-
-
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 12, 5000])
-def test_bitmaps_and_back(size: int) -> None:
-    bitmap = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8)
-    places = native.marked(bitmap)
-    assert places.tolist() == np.flatnonzero(np.unpackbits(bitmap, bitorder="little")).tolist()
-    again = np.full(size, 7, np.uint8)
-    native.mark(np.append(places, [8 * size, -1]), again)  # the last two are outside
-    assert np.array_equal(again, bitmap)

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cpu import Parts
-from lightning_safusion.kernels.fields import Encoded
 
 pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 PARTS = Parts.of(np.array([100, 300]), np.array([70, 5]))
@@ -52,18 +49,3 @@ def test_what_is_delivered_lies_in_the_shard_in_order(places: list[int]) -> None
 def test_what_is_no_number_leaves() -> None:
     found = leaving(sums(at1=np.nan), [], [], 1)
     assert found[0] == [101]
-
-
-@pytest.mark.parametrize(("capacity", "width"), [(4000, torch.int16), (65_536, torch.int32)])
-@pytest.mark.parametrize("spoil", [0, 1, -1])
-def test_ranks_that_do_not_ascend_are_seen(spoil: int, capacity: int, width: torch.dtype) -> None:
-    codec = resolve_codec("eliasfano-q4", 500_000, capacity, torch.float32)
-    memory = torch.zeros(3, codec.nbytes, dtype=torch.uint8)
-    read = codec.inbox(memory)
-    messages = read()
-    assert native.sound(messages)
-    regions = messages.messages[1].described[Encoded._fields.index("regions")]
-    memory[1].view(width)[spoil if spoil >= 0 else regions] = capacity + 1
-    assert not native.sound(messages)
-    with pytest.raises(ValueError, match="damaged"):
-        read()
