@@ -15,9 +15,9 @@ from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.kernels import cpu as native
 from tests.cluster import Cluster, settings, specs
 from tests.comm.exchanges import Workers, allgather, gradients, part_of
+from tests.sparsify.oracle import needs_kernels
 
 EDGES = (0, 70_000, 70_000, 70_040, 120_000)  # an empty tensor and a small one among others
-compiled = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
 LARGE = ((200, 250), (40,), (0,), (300, 230), (1,))
 
 
@@ -44,7 +44,7 @@ def both(workers: Workers, xs: Sequence[Tensor]) -> list[tuple[list[Tensor], boo
     return workers.each(run)
 
 
-@compiled
+@needs_kernels
 @pytest.mark.parametrize(("dense", "world_size"), [(None, 1), ((70_000, 120_000), 2), ((0, 70_000), 3)])
 @pytest.mark.parametrize("wire", ["eliasfano-fp32", "bitmap-bf16", "coo-fp32", "q4"])
 def test_the_mean_is_that_of_the_buffer(wire: str, dense: tuple[int, int] | None, world_size: int) -> None:
@@ -59,7 +59,7 @@ def test_the_mean_is_that_of_the_buffer(wire: str, dense: tuple[int, int] | None
         assert mean.count_nonzero() >= 1000
 
 
-@compiled
+@needs_kernels
 @pytest.mark.parametrize(("wire", "least"), [("eliasfano-fp16", 1000), ("bitmap-sign", 40_000), ("coo-bf16", 1000)])
 def test_what_kernels_cannot_read_is_decoded_piece_by_piece(
     wire: str, least: int, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +90,7 @@ def test_what_kernels_cannot_read_is_decoded_piece_by_piece(
     assert sum(pieces) == 3 * 3 * EDGES[-1]  # each rank reads three messages
 
 
-@compiled
+@needs_kernels
 @pytest.mark.parametrize("value", [3e38, torch.inf, torch.nan])
 @pytest.mark.parametrize("dense", [None, (70_000, 120_000)])
 def test_a_sum_that_is_not_finite_is_seen(value: float, dense: tuple[int, int] | None) -> None:

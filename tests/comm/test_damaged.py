@@ -1,12 +1,6 @@
-"""Messages that were damaged on their way: refused alike with and without compiled kernels, or read inside of bounds.
-
-Covers: more bits in a bitmap than there is room for, read at once and piece by piece; wrong counts; what the drain says
-    of the buffer. Any damage to any format: test_message_properties.
-"""
+"""Messages that were damaged in one way each; `test_message_properties.py` has any damage to any format."""
 
 from __future__ import annotations
-
-import contextlib
 
 import numpy as np
 import pytest
@@ -22,6 +16,7 @@ from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
 from tests.cluster import Cluster, settings
+from tests.sparsify.oracle import KERNELS, kernels
 
 EDGES = (0, 700, 701, 3000)
 CAPACITY = 60
@@ -48,7 +43,7 @@ def outcome(codec: Codec, message: Tensor, compiled: bool) -> str:
     room = torch.full((EDGES[-1] + 2 * GUARD,), 7.0)
     span = room[GUARD:-GUARD]
     gradients = [span[start:stop] for start, stop in zip(EDGES[:-1], EDGES[1:], strict=True)]
-    with contextlib.nullcontext() if compiled else native.unused():
+    with kernels(compiled):
         try:
             if exchange.decode_into(gradients) is None:
                 span.copy_(exchange.decode(torch.zeros(EDGES[-1])))
@@ -60,7 +55,7 @@ def outcome(codec: Codec, message: Tensor, compiled: bool) -> str:
     return said
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", KERNELS)
 @pytest.mark.parametrize("wire", ["bitmap-fp16", "bitmap-q4"])
 def test_a_bitmap_with_too_many_bits_is_refused(wire: str, compiled: bool) -> None:
     codec = codec_of(wire)
@@ -73,11 +68,11 @@ def test_a_bitmap_with_too_many_bits_is_refused(wire: str, compiled: bool) -> No
     assert "61 entries has room for 60" in outcome(codec, message, compiled)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", KERNELS)
 def test_a_bitmap_that_is_read_in_pieces_is_refused_where_it_has_no_room(compiled: bool) -> None:
     codec = codec_of("bitmap-fp16")
     message = torch.full((codec.nbytes,), 255, dtype=torch.uint8)
-    with contextlib.nullcontext() if compiled else native.unused():
+    with kernels(compiled):
         read = codec.reader(message)
         assert len(read(0, 40)[0]) == 40
         with pytest.raises(ValueError, match="room for 60: it is damaged"):

@@ -1,13 +1,7 @@
-"""Messages of every wire format, of selections that Hypothesis makes.
-
-Covers: what was sent arrives, at once or piece by piece, with and without compiled kernels; equal bytes from host and
-    accelerator selections, every one of them written; a message that was damaged in any way is refused or read inside
-    of its bounds; a message of another size is refused.
-"""
+"""Messages of every wire format, of selections that Hypothesis makes."""
 
 from __future__ import annotations
 
-import contextlib
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +18,7 @@ from lightning_safusion.sparsify.base import Selection
 from lightning_safusion.sparsify.selection.native import FoundSelection
 from lightning_safusion.testing import FINITE, KINDS, values_of
 from tests.comm.test_damaged import codec_of, outcome
+from tests.sparsify.oracle import kernels
 
 EXPLICIT = [wire for wire in available_wires() if "-" in wire]
 #: Every layout, with floats and with values of a few bits.
@@ -100,7 +95,7 @@ def test_what_was_sent_arrives(wires: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, codec.numel), max_size=5)))
     pieces = data.draw(st.permutations(list(pairwise([0, *cuts, codec.numel]))))
     for compiled in (True, False):
-        with contextlib.nullcontext() if compiled else native.unused():
+        with kernels(compiled):
             read = codec.reader(message)
             for start, stop in pieces:
                 inside = (indices >= start) & (indices < stop)
@@ -119,7 +114,7 @@ def test_a_selection_has_one_message(wires: list[str], data: st.DataObject) -> N
     found = FoundSelection(selection.indices.int(), selection.values)
     others = [selection, found, padded(selection, codec.capacity)]
     for compiled in (True, False):
-        with contextlib.nullcontext() if compiled else native.unused():
+        with kernels(compiled):
             for other in others:
                 again, told = encoded(codec, other, 255)
                 assert torch.equal(again, message)

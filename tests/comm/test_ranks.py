@@ -1,12 +1,7 @@
-"""Ranks of positions by Elias and Fano: 16 bits each where there is room for fewer than 65536 entries, else 32.
-
-Covers: what is written at the border with compiled kernels, NumPy and PyTorch, against regions counted here; one tensor
-    with many regions, many tiny tensors, fewer entries, and none; messages written and read by owners; damage.
-"""
+"""Ranks of positions by Elias and Fano: 16 bits each where there is room for fewer than 65536 entries, else 32."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +14,7 @@ from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cpu import Parts
 from lightning_safusion.sparsify.base import Selection
+from tests.sparsify.oracle import KERNELS, kernels, needs_kernels
 
 BORDER = 1 << 16
 LONG, TINY = [0, 4_000_000], list(range(0, 400_001, 40))
@@ -51,7 +47,7 @@ def counted(edges: Sequence[int], low: int, positions: Tensor) -> np.ndarray:
     return np.append(positions.numpy().searchsorted(np.concatenate(firsts)), len(positions))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", KERNELS)
 @pytest.mark.parametrize(("edges", "fewer"), [(LONG, ()), (TINY, (40_000, 1, 0))], ids=["long", "tiny"])
 @pytest.mark.parametrize("capacity", [BORDER - 1, BORDER])
 def test_ranks_have_the_width_that_their_numbers_need(
@@ -65,7 +61,7 @@ def test_ranks_have_the_width_that_their_numbers_need(
         expected = counted(edges, codec.low, positions)
         assert len(expected) > 100
         assert size == -(-expected.astype(width).nbytes // 16) * 16
-        with contextlib.nullcontext() if compiled else native.unused():
+        with kernels(compiled):
             message = written(codec, positions)
             field = message[:size].numpy().view(width)
             assert np.array_equal(field[: len(expected)], expected)
@@ -79,7 +75,7 @@ def test_ranks_have_the_width_that_their_numbers_need(
         assert torch.equal(written(codec, positions, padded=True), message)
 
 
-@pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+@needs_kernels
 @pytest.mark.parametrize("capacity", [BORDER - 1, BORDER])
 def test_compiled_kernels_read_and_write_several_messages(capacity: int) -> None:
     codec, positions = codec_of(TINY, capacity), drawn(TINY, capacity)
@@ -110,9 +106,7 @@ def read_regions(codec: EliasFanoCodec, message: Tensor, compiled: bool) -> None
         read(start, min(start + length, LONG[-1]))
 
 
-@pytest.mark.parametrize(
-    "compiled", [pytest.param(True, marks=pytest.mark.skipif(not native.usable(), reason="no compiled kernels")), False]
-)
+@pytest.mark.parametrize("compiled", KERNELS)
 @pytest.mark.parametrize("capacity", [BORDER - 2, BORDER])
 def test_damaged_ranks_are_refused(capacity: int, compiled: bool) -> None:
     codec, positions = codec_of(LONG, capacity), drawn(LONG, capacity)
@@ -121,7 +115,7 @@ def test_damaged_ranks_are_refused(capacity: int, compiled: bool) -> None:
         message = intact.clone()
         ranks = message[: codec.field_bytes[0]].view(torch.int16 if capacity < BORDER else torch.int32)
         ranks[region % len(counted(LONG, codec.low, positions))] += change
-        with contextlib.nullcontext() if compiled else native.unused(), pytest.raises(ValueError, match="damaged"):
+        with kernels(compiled), pytest.raises(ValueError, match="damaged"):
             read_regions(codec, message, compiled)
         indices, _ = codec.decode_padded(message)
         assert bool(((indices >= 0) & (indices < codec.numel)).all())

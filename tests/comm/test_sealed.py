@@ -1,8 +1,4 @@
-"""Messages with checksums: damage is found before anything is read.
-
-Covers: every bit of the messages of every operation; runs of bits in long messages; what is sent is
-    the message behind its checksum; lengths of later messages; communicators of a part of the ranks.
-"""
+"""Messages with checksums: damage is found before anything is read."""
 
 from __future__ import annotations
 

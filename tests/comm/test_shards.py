@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from itertools import pairwise
 
 import numpy as np
@@ -13,9 +12,9 @@ from torch import Tensor
 from lightning_safusion.comm.collectives.host_shards import HostRoutes, HostShard
 from lightning_safusion.comm.collectives.multiphase import Entries
 from lightning_safusion.comm.collectives.shards import Pieces, Receiver, Routes, Shard
-from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.basic import TopK
+from tests.sparsify.oracle import KERNELS, kernels
 
 SIZES = (1000, 3, 0, 40_000, 64, 1, 7000)
 
@@ -103,7 +102,7 @@ def selected(x: Tensor, pieces: Pieces) -> Selection:
 
 
 @pytest.mark.parametrize("wire", ["q4", "bf16"])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", KERNELS)
 def test_a_shard_on_the_host_does_what_pytorch_would(wire: str, compiled: bool) -> None:
     workers, generator = 4, torch.Generator().manual_seed(0)
     whole = Pieces.of(segments(), workers)
@@ -112,7 +111,7 @@ def test_a_shard_on_the_host_does_what_pytorch_would(wire: str, compiled: bool) 
     assert codec is not None
     messages = torch.zeros(workers - 1, codec.nbytes, dtype=torch.uint8)
     ours, theirs = (kind(delivered.owned(1), messages, codec) for kind in (HostShard, Shard))
-    with contextlib.nullcontext() if compiled else native.unused():
+    with kernels(compiled):
         for step in range(6):
             for message in messages:
                 x = drawn(generator, numel)
@@ -133,7 +132,7 @@ def test_a_shard_on_the_host_does_what_pytorch_would(wire: str, compiled: bool) 
 
 
 @pytest.mark.parametrize(("wire", "workers"), [("q4", 3), ("sign", 2), ("fp32", 8)])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", KERNELS)
 @pytest.mark.parametrize("spoilt", ["", "more", "nan"])
 def test_the_messages_for_all_owners_are_those_of_each(workers: int, wire: str, compiled: bool, spoilt: str) -> None:
     generator, pieces, numel = torch.Generator().manual_seed(workers), Pieces.of(segments(), workers), sum(SIZES)
@@ -143,7 +142,7 @@ def test_the_messages_for_all_owners_are_those_of_each(workers: int, wire: str, 
         for owner, codec in enumerate(codecs)
         if codec is not None and owner != 1
     ]
-    with contextlib.nullcontext() if compiled else native.unused():
+    with kernels(compiled):
         routes = HostRoutes(pieces, numel, receivers)
         for _ in range(2):
             x = drawn(generator, numel)

@@ -1,12 +1,7 @@
-"""Wire formats on inputs that are chosen; `test_message_properties.py` has those that Hypothesis makes.
-
-Covers: positions that 24 and 31 bits do not hold, at edges; saturation and rounding; sizes; the
-    format that is chosen; levels of a few bits; tensors without entries; damage to Elias and Fano's fields; errors.
-"""
+"""Wire formats on inputs that are chosen; `test_message_properties.py` has those that Hypothesis makes."""
 
 from __future__ import annotations
 
-import contextlib
 from itertools import pairwise
 
 import numpy as np
@@ -16,8 +11,8 @@ from torch import Tensor
 
 from lightning_safusion.comm.wire.codec import Codec
 from lightning_safusion.comm.wire.formats import available_wires, resolve_codec
-from lightning_safusion.kernels import cpu as native
 from lightning_safusion.sparsify.base import Selection
+from tests.sparsify.oracle import KERNELS, kernels
 
 QUANTIZED = {"q4": 4, "q2": 2, "sign": 1}
 LAYOUTS = ("eliasfano", "coo", "bitmap")
@@ -211,7 +206,7 @@ TENSORS = (0, 1, 4097, 4097, 70_000, 70_003, 200_000)
 ENTRIES = (0, 400, 0, 5000, 2, 9000)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", KERNELS)
 @pytest.mark.parametrize("values", ["fp32", "fp16", "q4"])
 def test_tensors_without_entries_have_no_buckets(values: str, compiled: bool) -> None:
     codec = resolve_codec(f"eliasfano-{values}", TENSORS[-1], sum(ENTRIES), torch.float32, TENSORS, ENTRIES)
@@ -220,7 +215,7 @@ def test_tensors_without_entries_have_no_buckets(values: str, compiled: bool) ->
     indices = torch.from_numpy(np.sort(np.concatenate(chosen)))
     selection = Selection(indices, torch.randn(len(indices)), len(indices))
     out = message(codec)
-    with contextlib.nullcontext() if compiled else native.unused():
+    with kernels(compiled):
         sent = codec.encode(selection, out)
         found, every = codec.decode(out)
         read = codec.reader(out)
@@ -240,13 +235,13 @@ def test_tensors_without_entries_have_no_buckets(values: str, compiled: bool) ->
     assert sizes[0] < sizes[1]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", KERNELS)
 def test_entries_that_a_message_has_no_place_for_are_refused(compiled: bool) -> None:
     full = resolve_codec("eliasfano-fp32", 1000, 10, torch.float32)
     out = message(full)
     full.encode(Selection(torch.arange(0, 1000, 100), torch.ones(10), 10), out)
     ranks, high, low = (field.numpy() for field in out.split(full.field_bytes[:3] + (sum(full.field_bytes[3:]),))[:3])
-    with contextlib.nullcontext() if compiled else native.unused():
+    with kernels(compiled):
         # one more in the last bucket: nothing else is wrong
         last = int(np.flatnonzero(np.unpackbits(high, bitorder="little"))[-1])
         ranks.view(np.uint16)[1] += 1

@@ -1,7 +1,5 @@
 """Top-k, Random-k, a fixed threshold and no compression; their contract: `test_estimators.py`, by a sort:
 `test_selection_properties.py`.
-
-Covers: what stays behind; who draws which positions, and how often; thresholds of 0; the identity.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""EF21: what is sent moves an estimate, which is what the optimizer gets.
-
-Covers: closed form of average and difference; the first gradient; the estimate of n workers is the mean of what they
-    think it is, and settles only where a window ended well; withdrawing a first gradient; convergence of the estimate
-    to a constant gradient; 16-bit gradients; permutation of the estimate.
-"""
+"""EF21: what is sent moves an estimate, which is what the optimizer gets."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""What every sparsifier promises, whatever its formula.
-
-Covers: the contract, with and without a pool; scales and orders; resumed runs; edge inputs; arguments that are refused;
-    backends, and the accelerator, for which no formula waits; defects of published implementations, which shall not
-    come back: a threshold of 0, a density that nobody asked for, positions beyond 2^24, a quota that is lost to
-    rounding.
-"""
+"""What every sparsifier promises, whatever its formula."""
 
 from __future__ import annotations
 

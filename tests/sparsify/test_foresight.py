@@ -1,8 +1,4 @@
-"""What is found while gradients are added, before a selection asks for it.
-
-Covers: selections with it are those without it, before and after fusion, pooled or not, over steps in which gradients
-grow, shrink and vanish; it saves looks at the span; sums; a gradient that is not finite; room that does not suffice.
-"""
+"""What is found while gradients are added, before a selection asks for it."""
 
 from __future__ import annotations
 

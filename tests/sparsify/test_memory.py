@@ -1,8 +1,4 @@
-"""Memories: what they add, send and keep.
-
-Covers: what all memories owe; the sum of gradients is conserved whatever their type; DGC against closed forms and
-    momentum SGD; lists of tensors that are remembered have a bound.
-"""
+"""Memories: what they add, send and keep."""
 
 from __future__ import annotations
 

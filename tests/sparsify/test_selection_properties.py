@@ -1,8 +1,4 @@
-"""Every backend of selection against brute force, over spans that Hypothesis makes.
-
-Covers: top-k, thresholds, counts, ranks and pooled quotas, of spans with ties, zeros, denormals, infinities and NaN,
-    cut into segments of all sizes; statistics against double precision.
-"""
+"""Every backend of selection against brute force, over spans that Hypothesis makes."""
 
 from __future__ import annotations
 

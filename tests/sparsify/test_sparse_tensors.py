@@ -1,8 +1,4 @@
-"""Tensors with fewer non-zeros than their quota (gradients of embeddings) are looked at no more often than dense ones.
-
-Covers: selections, in which the first zeros fill up, exact and by threshold, pooled or not, with and without compiled
-kernels; tensors of zeros; looks at the span over windows; tensors that become sparse and dense again.
-"""
+"""Tensors with fewer non-zeros than their quota (gradients of embeddings) are read no more often than dense ones."""
 
 from __future__ import annotations
 

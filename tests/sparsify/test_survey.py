@@ -1,8 +1,4 @@
-"""What is known of a span holds for the span that was surveyed, and for nothing else.
-
-Covers: spans that are weighed, copied, sliced or reordered before a selection, over windows with learned thresholds,
-with and without compiled kernels; spans written to, and windows that have ended; the engine; immutable segments.
-"""
+"""What is known of a span holds for the span that was surveyed, and for nothing else."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Selection in the units of the optimizer's update: elements are compared by their keys, and sent as they are.
-
-Covers: the kernels' keys against PyTorch's; what the engine selects, sends and keeps against a sort, over windows, in
-one buffer and in many, with every compressor, with and without compiled kernels; tensors without a second moment, or in
-16 bits; buffers in which elements of several tensors are compared; spans that are read again.
-"""
+"""Selection in the units of the optimizer's update: elements are compared by their keys, and sent as they are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Lists of elements that compiled kernels have found: counted, narrowed, replaced, and cut to quotas and to a room.
-
-Covers: empty lists and those of one element, equal magnitudes, quotas of nothing and of everything, spans that 32 bits
-cannot address.
-"""
+"""Lists of elements that compiled kernels have found: counted, narrowed, replaced, and cut to quotas and to a room."""
 
 from __future__ import annotations
 
@@ -16,8 +12,9 @@ from lightning_safusion.sparsify.selection.native import NativeView
 from lightning_safusion.sparsify.selection.select import segmented_view
 from lightning_safusion.sparsify.selection.survey import Foresight, History, SpanSurvey
 from lightning_safusion.sparsify.selection.view import NumpyView
+from tests.sparsify.oracle import needs_kernels
 
-pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+pytestmark = needs_kernels
 MAGNITUDE = 0x7FFFFFFF
 
 

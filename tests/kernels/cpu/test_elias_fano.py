@@ -1,9 +1,4 @@
-"""Compiled kernels write and read Elias and Fano's positions bit by bit as NumPy does.
-
-Covers: numbers of entries about those that are handled together (8, and 256); entries side by side, and far apart;
-    places of no bits up to more than a byte; tensors and parts that end anywhere; pieces of a message; several messages
-    written by one call; positions that do not ascend; the same damaged messages are refused, and write nowhere else.
-"""
+"""Compiled kernels write and read Elias and Fano's positions bit by bit as NumPy does."""
 
 from __future__ import annotations
 
@@ -22,8 +17,9 @@ from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cpu import Parts
 from lightning_safusion.sparsify.base import Selection
+from tests.sparsify.oracle import needs_kernels
 
-pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+pytestmark = needs_kernels
 
 COUNTS = (1, 7, 8, 9, 255, 256, 257, 600)
 

@@ -1,9 +1,4 @@
-"""Compiled kernels against NumPy and PyTorch.
-
-Covers: every size around the width of a vector and of a part; NaN, infinities, denormals, zeros of both signs; too
-little room; sums; bad gradients, found at once and late, with and without decay; means of several ranks bitwise as
-without the kernels, at any alignment; several threads; a forked process; a library of another version, and none.
-"""
+"""Compiled kernels against NumPy and PyTorch."""
 
 from __future__ import annotations
 

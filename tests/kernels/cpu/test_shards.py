@@ -10,8 +10,9 @@ import pytest
 
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cpu import Parts
+from tests.sparsify.oracle import needs_kernels
 
-pytestmark = pytest.mark.skipif(not native.usable(), reason="the package was installed without a C compiler")
+pytestmark = needs_kernels
 PARTS = Parts.of(np.array([100, 300]), np.array([70, 5]))
 
 

@@ -1,8 +1,4 @@
-"""Memory of large arrays that live for a moment.
-
-Covers: views that outlive their array, tensors on an array, sizes that grow, several at once, several threads, and what
-a forked process does.
-"""
+"""Memory of large arrays that live for a moment."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Elements that other compressors than Top-k choose, against the compiled kernels of the CPU, byte for byte.
-
-Covers: positions that are known, fewer than there is room for, none, and with padding behind them, whose number the
-    host or the device knows; values of four bits and numbers; tensors of one element and dense ones; regions without
-    entries; thresholds that none, few or all elements exceed, that are negative or NaN; counts and sums; programs in
-    any order.
-"""
+"""Elements that other compressors than Top-k choose, against the compiled kernels of the CPU, byte for byte."""
 
 from __future__ import annotations
 

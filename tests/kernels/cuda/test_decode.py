@@ -1,9 +1,4 @@
-"""The kernels that read messages against the compiled kernels of the CPU, bit for bit.
-
-Covers: means of one to four ranks in gradients of three widths, dense lanes and selections; what was sent leaves the
-    residual, and what narrow gradients cannot hold of the means joins it; tensors that are not finite; ranks that
-    failed, or lack a tensor; sums that overflow; damaged messages; each side reads the other's messages.
-"""
+"""The kernels that read messages against the compiled kernels of the CPU, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The kernels that write a message against the compiled kernels of the CPU, byte for byte.
-
-Covers: the accumulated residual and the keys bit for bit; gradients of three widths; moments of three widths, and
-    tensors without; proportional and pooled quotas; dense lanes; ties, zeros, subnormal and huge numbers, NaN; tensors
-    of one element, sizes around words, blocks, parts, regions and tiles; a quota of 0; short digits; several chunks;
-    programs in any order; what the device is told.
-"""
+"""The kernels that write a message against the compiled kernels of the CPU, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Ranks of regions in 16 and in 32 bits, against the CPU, byte for byte and bit for bit.
-
-Covers: capacities at the border; what the selecting and the placing kernel write; means, what leaves the residual, and
-    damage; messages to and of owners.
-"""
+"""Ranks of regions in 16 and in 32 bits, against the CPU, byte for byte and bit for bit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Kernels are started again without asking Triton, and always those that Triton would start.
-
-Covers: addresses, types, integers and constants that change the choice; profilers; other devices; how much is kept;
-    windows of buffers, by a driver that starts nothing, and what engines compile (slow).
-"""
+"""Kernels are started again without asking Triton, and always those that Triton would start."""
 
 from __future__ import annotations
 
