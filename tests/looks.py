@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_safusion.kernels.cpu import elements, usable
@@ -25,3 +26,15 @@ def note_kernels(monkeypatch: pytest.MonkeyPatch, note: Callable[[str, tuple[Any
             return call
 
     monkeypatch.setattr(elements, "kernels", Noted)
+
+
+def note_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of each look at a span, as they come."""
+    sizes: list[int] = []
+
+    def note(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "survey":
+            sizes.append(int(np.sum(arguments[2])))
+
+    note_kernels(monkeypatch, note)
+    return sizes

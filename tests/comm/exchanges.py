@@ -15,16 +15,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.virtual.transport import local_transports
+from lab.virtual.transport import LocalTransport, local_transports
 from lightning_safusion.comm.catalogue import COLLECTIVES, Communicators, SparseBuffer
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Exchange, Notice, Part, SpanSpec, TensorFlag, Verdict
 from lightning_safusion.comm.transport.interface import Transport, Work
+from lightning_safusion.kernels.fields import MESSAGE_BYTES
 from lightning_safusion.sparsify.base import Segments, Selection, span_segments
 from lightning_safusion.sparsify.basic import TopK
 
 CPU = torch.device("cpu")
 Build = Callable[[SpanSpec, Transport], Exchange]
+#: Node of every rank.
+CLUSTERS = [[0], [0, 0, 0], [0, 1], [0, 0, 1], [1, 0, 1, 0, 0], [0, 1, 2], [0, 1, 1, 0, 2, 2, 2, 3]]
+
+
+class InLines(LocalTransport):
+    """A virtual worker that refuses messages that do not begin where devices and their libraries read best.
+
+    Whole numbers that ranks agree on are let through.
+    """
+
+    def _launch(self, call: Any, value: Any, output: Tensor, sent: float, received: float) -> Any:
+        pieces, sizes = value if isinstance(value, tuple) else ([value], [output.numel()])
+        numbers = [output.storage_offset(), *sizes]
+        for piece in pieces:
+            numbers += [piece.storage_offset(), piece.numel()]
+        inside = any(number * output.itemsize % MESSAGE_BYTES for number in numbers)
+        assert not inside or output.dtype == torch.int64, f"{call} begins or ends inside of a line"
+        return super()._launch(call, value, output, sent, received)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> LocalTransport:
+        made = super().split(groups)
+        return InLines(made.rank, made._exchange)
+
+
+def in_lines(world_size: int) -> list[InLines]:
+    return [InLines(each.rank, each._exchange) for each in local_transports(world_size, timeout=20.0)]
 
 
 def in_threads(transports: Sequence[Any], fn: Callable[[Any], Any]) -> list[Any]:
@@ -162,7 +189,7 @@ class Workers:
 
     def __init__(self, world_size: int, spec: SpanSpec, build: Build) -> None:
         self.spec = spec
-        self.transports = local_transports(world_size, timeout=20.0)
+        self.transports = in_lines(world_size)
         self.exchanges: list[Any] = self.each(lambda rank: build(spec, self.transports[rank]))
 
     def each(self, fn: Callable[[int], Any]) -> list[Any]:

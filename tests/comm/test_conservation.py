@@ -103,21 +103,13 @@ def test_an_empty_tensor_may_be_the_last_of_a_buffer_from_which_one_is_missing()
 @pytest.mark.filterwarnings("ignore:.* tensors .* were computed on some ranks only")
 @pytest.mark.parametrize("collective", ["sharded", "hierarchical-sharded"])
 def test_an_owner_that_sends_a_tensor_dense_keeps_no_sums_of_it(collective: str) -> None:
-    workers = 4
-    cluster = Cluster(workers, lambda: settings(collective=collective, wire="fp32"), nodes=range(workers))
-    given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
-    left = [torch.zeros_like(total) for total in given]
-    for step in range(3):
+    cluster = Cluster(4, lambda: settings(collective=collective, wire="fp32"), nodes=range(4))
+
+    def unstepped(step: int) -> None:
         if step == 2:  # on one rank alone its optimizer has not stepped
             cluster.engines[0].steps.unstepped[6] = True
-        grads = cluster.random_grads(step)
-        means = cluster.step(grads)[0]
-        for index, mean in enumerate(means):
-            given[index] += sum(mine[index].double() for mine in grads)
-            left[index] += workers * mean.double()
-    for index, total in enumerate(given):
-        held = sum(cluster.residual(rank, index) for rank in range(workers))
-        torch.testing.assert_close(left[index] + held, total, rtol=1e-5, atol=1e-4)
+
+    torch.testing.assert_close(*conserved(cluster, 3, unstepped), rtol=1e-5, atol=1e-4)
     cluster.close()
 
 

@@ -3,14 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_safusion.comm.cost import (
-    LINKS,
-    LinearCost,
-    Link,
-    allgather_bytes,
-    fit_linear,
-    ring_allreduce_bytes,
-)
+from lightning_safusion.comm.cost import LINKS, LinearCost, Link, allgather_bytes, fit_linear, ring_allreduce_bytes
 
 SIZES = [2.0**p for p in range(12, 21)]
 

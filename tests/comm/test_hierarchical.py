@@ -13,32 +13,31 @@ from torch import Tensor
 
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm.exchange import Part, SpanSpec, aligned, padded
-from lightning_safusion.sparsify.base import Segments, Selection
+from lightning_safusion.sparsify.base import Segments, Selection, span_segments
 from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.units import Moment, SpanUnits
 from tests.cluster import Cluster, assert_conserved, settings
-from tests.comm.exchanges import Workers, conserved, gradients, hierarchical, nodes_in, same, span
+from tests.comm.exchanges import CLUSTERS, Workers, conserved, gradients, hierarchical, nodes_in, same, span
 from tests.process_group import run_ranks
-from tests.resume import At, InGroup, parameters, run
+from tests.resume import At, InGroup, run
+from tests.sparsify.oracle import cut
 
 UNEVEN = [0, 1, 0, 1, 1]
-#: Node of every rank.
-CLUSTERS: list[list[int]] = [[0, 0], [0, 1], [0, 0, 1], [1, 0, 1, 0, 0], [0, 1, 1, 0, 2, 2, 2, 3]]
 
 
-def expected(xs: list[Tensor], cluster: list[int], capacity: int) -> tuple[Tensor, list[Tensor]]:
-    """Sum over all nodes of the largest sums in each shard of a node; and the positions of every node."""
-    width = min(map(len, nodes_in(cluster)))
-    numel = len(xs[0])
+def expected(xs: list[Tensor], cluster: list[int], segments: Segments) -> tuple[Tensor, list[Tensor]]:
+    """Sum over all nodes of the largest sums of each segment in each shard; and the positions of every node."""
+    numel, width = segments.numel, min(map(len, nodes_in(cluster)))
+    bounds = [numel * shard // width for shard in range(width + 1)]
     total, positions = torch.zeros(numel), []
     for node in nodes_in(cluster):
         node_sum = torch.stack([xs[rank] for rank in node]).sum(0)
         chosen = torch.zeros(numel, dtype=torch.bool)
-        for shard in range(width):
-            low, high = numel * shard // width, numel * (shard + 1) // width
-            room = min(high - low, -(-capacity * (high - low) // numel))
-            order = node_sum[low:high].abs().argsort(descending=True, stable=True)[:room]
-            chosen[low + order] = True
+        for (low, high), quota in zip(pairwise(segments.edges.tolist()), segments.quotas.tolist(), strict=True):
+            for start, stop in pairwise(np.clip(bounds, low, high).tolist()):
+                room = min(stop - start, -(-quota * (stop - start) // (high - low)))
+                order = node_sum[start:stop].abs().argsort(descending=True, stable=True)[:room]
+                chosen[start + order] = True
         total += torch.where(chosen, node_sum, 0.0)
         positions.append(chosen)
     return total, positions
@@ -52,7 +51,7 @@ def test_equals_the_definition(cluster: list[int]) -> None:
         for step in range(2):
             xs = gradients(n, numel, seed=step)
             results = workers.step(xs)
-            total, positions = expected(xs, cluster, capacity)
+            total, positions = expected(xs, cluster, span_segments(numel, capacity))
             assert same(results)
             torch.testing.assert_close(results[0].mean * n, total, atol=1e-4, rtol=1e-5)
             assert conserved(results)
@@ -84,23 +83,12 @@ def test_bytes_are_those_of_the_formulas(cluster: list[int]) -> None:
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
 def test_every_segment_has_its_quota_of_the_sums_of_a_node(cluster: list[int]) -> None:
-    segments = Segments(np.array([0, 700, 703, 2000]), np.array([30, 1, 0]), (0, 1, 2), ((700,), (3,), (1297,)))
+    segments = cut([700, 3, 1297], [30, 1, 0])
     spec = SpanSpec(2000, segments.capacity, (0, 700, 703, 2000), ((703, 2000, torch.float32),))
     workers = Workers(len(cluster), spec, hierarchical(cluster, segments=segments))
     xs = gradients(len(cluster), 2000)
-    total = torch.zeros(703)
-    nodes = nodes_in(cluster)
-    width = min(map(len, nodes))
-    for node in nodes:
-        node_sum = torch.stack([xs[rank] for rank in node]).sum(0)
-        for low, high, quota in [(0, 700, 30), (700, 703, 1)]:
-            edges = [min(max(2000 * shard // width, low), high) for shard in range(width + 1)]
-            for start, stop in pairwise(edges):
-                room = min(stop - start, -(-quota * (stop - start) // (high - low)))
-                chosen = start + node_sum[start:stop].abs().argsort(descending=True, stable=True)[:room]
-                total[chosen] += node_sum[chosen]
-    results = workers.step(xs)
-    torch.testing.assert_close(results[0].mean[:703] * len(cluster), total, atol=1e-4, rtol=1e-5)
+    results, (total, _) = workers.step(xs), expected(xs, cluster, segments)
+    torch.testing.assert_close(results[0].mean[:703] * len(cluster), total[:703], atol=1e-4, rtol=1e-5)
     assert same(results)
     assert conserved(results)
 
@@ -114,7 +102,7 @@ def test_elements_are_compared_in_the_units_of_the_update() -> None:
     parts = [Part(None, flags, units=SpanUnits([moment], (0, 2000), torch.zeros(2000))) for _ in xs]
     results = workers.step(xs, parts)
     keys = [x / (moment.values.sqrt() + moment.epsilon) for x in xs]
-    _, by_update = expected(keys, cluster, 50)
+    _, by_update = expected(keys, cluster, span_segments(2000, 50))
     total = torch.zeros(2000)
     for node, chosen in zip(nodes_in(cluster), by_update, strict=True):
         total += torch.where(chosen, torch.stack([xs[rank] for rank in node]).sum(0), 0.0)
@@ -160,29 +148,22 @@ class Nodes(InGroup):
         return [0, 1, 1][self.global_rank()]
 
 
-def train(rank: int, collective: str) -> tuple[Any, list[Tensor], int]:
-    strategy = SAFusionStrategy(
-        collective=collective, cluster_environment=Nodes(), process_group_backend="gloo", density=0.1
+def layout_of_job(rank: int) -> Any:
+    strategy: Any = SAFusionStrategy(
+        collective="hierarchical", cluster_environment=Nodes(), process_group_backend="gloo", density=0.1
     )
-    layout: list[Any] = []
-    job = run(strategy, 6, At(3, lambda trainer: layout.append(nodes_of_strategy(trainer))))
-    return layout[0], parameters(job), strategy.figures()["windows"]
+    found: list[Any] = []
 
+    def note(trainer: Trainer) -> None:
+        found.extend(buffer.exchange.transports.nodes for buffer in strategy.engine.space.buffers.values())
 
-def nodes_of_strategy(trainer: Trainer) -> Any:
-    strategy: Any = trainer.strategy
-    (exchange, *_) = (buffer.exchange for buffer in strategy.engine.space.buffers.values())
-    return exchange.transports.nodes
+    run(strategy, 6, At(3, note))
+    return found[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("collective", ["hierarchical", "hierarchical-sharded"])
-def test_nodes_are_those_of_the_job(collective: str) -> None:
-    results = run_ranks(3, train, collective)
-    assert [nodes for nodes, _, _ in results] == [((0,), (1, 2))] * 3
-    assert [windows for _, _, windows in results] == [6] * 3
-    for _, weights, _ in results[1:]:
-        assert all(torch.equal(mine, first) for mine, first in zip(weights, results[0][1], strict=True))
+def test_nodes_are_those_of_the_job() -> None:
+    assert run_ranks(3, layout_of_job) == [((0,), (1, 2))] * 3
 
 
 @pytest.mark.parametrize("collective", ["hierarchical", "hierarchical-sharded"])

@@ -22,6 +22,7 @@ from lightning_safusion.sparsify.basic import TopK
 from lightning_safusion.sparsify.selection.survey import History, Selector
 from lightning_safusion.sparsify.selection.units import Moment, SpanUnits
 from tests.comm.exchanges import (
+    CLUSTERS,
     CPU,
     Build,
     Workers,
@@ -35,17 +36,14 @@ from tests.comm.exchanges import (
     span,
     through,
 )
+from tests.sparsify import oracle
 
-#: Node of every rank.
-CLUSTERS: list[list[int]] = [[0], [0, 0, 0], [0, 1], [0, 0, 1], [1, 0, 1, 0, 0], [0, 1, 2], [0, 1, 1, 0, 2, 2, 2, 3]]
 SIZES = (700, 1, 0, 300, 999)
 
 
 def segments_of(density: float) -> Segments:
     """Five tensors, of which one is empty, and one is dense."""
-    quotas = np.array([max(1, int(size * density)) if size not in (0, 300) else 0 for size in SIZES])
-    edges = np.append(0, np.cumsum(SIZES))
-    return Segments(edges, quotas, tuple(range(5)), tuple((size,) for size in SIZES))
+    return oracle.cut(SIZES, [max(1, int(size * density)) if size not in (0, 300) else 0 for size in SIZES])
 
 
 def spec_of(segments: Segments) -> SpanSpec:

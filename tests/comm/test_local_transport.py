@@ -7,37 +7,6 @@ import pytest
 import torch
 
 from lab.virtual.transport import LocalTransport, local_transports
-from tests.comm.exchanges import in_threads
-
-WORLDS = [1, 2, 3, 5]
-
-
-def noise(rank: int, size: int = 1000) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(rank))
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_threads_at_their_own_pace(world_size: int) -> None:
-    def work(transport: LocalTransport) -> torch.Tensor:
-        results = []
-        pending = []
-        for step in range(20):
-            tensor = noise(100 * step + transport.rank, size=step + 1)
-            pending.append((transport.all_reduce(tensor), tensor))
-            if (step + transport.rank) % 3 == 0:  # ranks wait at different places
-                for operation, reduced in pending:
-                    operation.wait()
-                    results.append(reduced)
-                pending = []
-        for operation, reduced in pending:
-            operation.wait()
-            results.append(reduced)
-        return torch.cat(results)
-
-    results = in_threads(local_transports(world_size), work)
-    # in rank order, bit for bit
-    expected = torch.cat([sum(noise(100 * s + r, size=s + 1) for r in range(world_size)) for s in range(20)])
-    assert all(torch.equal(expected, result) for result in results)
 
 
 def test_inputs_are_copied_at_launch_and_results_written_by_wait() -> None:
@@ -91,13 +60,6 @@ def test_on_done_is_called_once_when_the_last_rank_launches() -> None:
     assert len(times) == 1
     work.on_done(times.append)
     assert times[0] == times[1]
-
-
-def test_gather_objects_gives_everyone_a_copy() -> None:
-    results = in_threads(local_transports(3), lambda t: t.gather_objects({"rank": t.rank, "list": [1]}))
-    assert results == [[{"rank": rank, "list": [1]} for rank in range(3)]] * 3
-    results[0][1]["list"].append(2)
-    assert results[1][1]["list"] == [1]
 
 
 def test_bytes_are_counted_by_the_volume_of_ring_algorithms() -> None:

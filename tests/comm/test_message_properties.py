@@ -45,7 +45,11 @@ def messages(draw: st.DrawFn, wires: list[str], kinds: list[str] = KINDS) -> Cas
     if draw(st.booleans()):  # far too large, and far too small, for 16 bits
         values = values * np.float32(10.0) ** rng.integers(-30, 30, count).astype(np.float32)
     selection = Selection(torch.from_numpy(indices), torch.from_numpy(values.astype(np.float32)), count)
-    return resolve_codec(draw(st.sampled_from(wires)), numel, capacity, torch.float32, (0, *cuts, numel)), selection
+    wire, edges = draw(st.sampled_from(wires)), (0, *cuts, numel)
+    entries = np.diff(indices.searchsorted(edges))
+    entries[np.argmax(np.diff(edges))] += capacity - count
+    known = entries.tolist() if draw(st.booleans()) else None
+    return resolve_codec(wire, numel, capacity, torch.float32, edges, known), selection
 
 
 def encoded(codec: Codec, selection: Selection, garbage: int) -> tuple[Tensor, Tensor]:

@@ -14,31 +14,28 @@ from lightning_safusion.comm.collectives.multiphase import Entries
 from lightning_safusion.comm.collectives.shards import Pieces, Receiver, Routes, Shard
 from lightning_safusion.sparsify.base import Segments, Selection
 from lightning_safusion.sparsify.basic import TopK
-from tests.sparsify.oracle import KERNELS, kernels
+from tests.sparsify.oracle import KERNELS, cut, kernels
 
 SIZES = (1000, 3, 0, 40_000, 64, 1, 7000)
 
 
 def segments(first: int = 0, sizes: tuple[int, ...] = SIZES, pool: int = 0) -> Segments:
-    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    quotas = np.array([size and max(1, size // 20) for size in sizes])
-    keys = tuple(range(first, first + len(sizes)))
-    return Segments(edges, quotas, keys, tuple((size,) for size in sizes), pool)
+    return cut(sizes, [size and max(1, size // 20) for size in sizes], pool, range(first, first + len(sizes)))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
 def test_pieces_are_all_of_it(workers: int) -> None:
-    cut = segments()
-    pieces = Pieces.of(cut, workers)
+    whole = segments()
+    pieces = Pieces.of(whole, workers)
     runs = pieces.runs.tolist()
     assert runs[0][0] == 0
-    assert runs[-1][1] == cut.numel
+    assert runs[-1][1] == whole.numel
     assert all(before[1] == after[0] for before, after in pairwise(runs))
-    assert int(pieces.quotas.sum()) == cut.capacity
+    assert int(pieces.quotas.sum()) == whole.capacity
     assert (pieces.quotas <= pieces.sizes).all()
     assert len(set(pieces.keys)) == len(pieces.keys)
     owned = [pieces.owned(owner) for owner in range(workers)]
-    assert sum(int(each.quotas.sum()) for each in owned) == cut.capacity
+    assert sum(int(each.quotas.sum()) for each in owned) == whole.capacity
     elements = [int(each.sizes.sum()) for each in owned]
     assert max(elements) <= 1.1 * sum(elements) / workers
 
@@ -60,10 +57,7 @@ def test_tensors_of_equal_layers_have_owners_of_all_ranks(period: int, workers: 
     # in each layer one tensor is larger than the others, too small to be cut
     layers = 96 // period
     quotas = np.tile([3 * workers, *[1] * (period - 1)], layers)
-    sizes = tuple(range(1000, 1000 + len(quotas)))
-    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    cut = Segments(edges, quotas, tuple(range(len(quotas))), tuple((size,) for size in sizes))
-    pieces = Pieces.of(cut, workers)
+    pieces = Pieces.of(cut(range(1000, 1000 + len(quotas)), quotas.tolist()), workers)
     assert len(pieces.owners) == len(quotas)
     large = np.bincount(pieces.owners[::period], minlength=workers)
     assert large.max() <= -(-layers // workers) + 2

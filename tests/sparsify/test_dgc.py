@@ -74,12 +74,6 @@ def test_start_depends_on_seed_step_and_key_only() -> None:
     assert sample_start(0, 0, "layer.weight", 1 << 40) == 740329784002
 
 
-def test_starts_cover_the_stride_evenly() -> None:
-    counts = np.bincount([sample_start(0, step, 7, 8) for step in range(8_000)], minlength=8)
-    assert counts.min() > 1_000 - 5 * math.sqrt(1_000)
-    assert counts.max() < 1_000 + 5 * math.sqrt(1_000)
-
-
 def test_small_segments_are_sampled_whole_beside_large_ones() -> None:
     segments = cut([1, 30, 0, 100_000, 200], [1, 3, 0, 1_000, 0], keys="abcde")
     selection = DGC().select(sample("gaussian", segments.numel), segments, 4)

@@ -13,7 +13,7 @@ from lightning_safusion.sparsify.base import Segments
 from lightning_safusion.sparsify.registry import resolve_sparsifier
 from lightning_safusion.sparsify.selection import survey as known
 from lightning_safusion.sparsify.selection.survey import Foresight, History, Live, Selector
-from tests.looks import note_kernels
+from tests.looks import note_kernels, note_looks
 from tests.sparsify import oracle
 from tests.sparsify.oracle import Job
 
@@ -30,18 +30,6 @@ def cut(scope: str, pool: int) -> Segments:
     if scope == "across":  # some tensors are cut, some segments have parts of several
         return oracle.cut([10_000, 20_000, 10_150, 9_850, NUMEL - 50_000], [100, 200, 90, 0, 30], pool)
     return oracle.cut(SIZES, [400, 3, 1, 200, 20], pool)
-
-
-def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Elements of each look at a span."""
-    sizes: list[int] = []
-
-    def note(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == "survey" and len(arguments[0]) == NUMEL:
-            sizes.append(int(np.sum(arguments[2])))
-
-    note_kernels(monkeypatch, note)
-    return sizes
 
 
 def train(name: str, scope: str, pool: int, foresight: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -85,7 +73,7 @@ def test_no_result_depends_on_it(name: str, scope: str, pool: int, room: int, mo
 @pytest.mark.parametrize("scope", ["ahead", "across"])
 def test_the_span_is_hardly_ever_read_again(name: str, scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SCALES", (1,) * 40)
-    sizes = looked(monkeypatch)
+    sizes = note_looks(monkeypatch)
     train(name, scope, 0, False)
     without = sum(sizes)
     sizes.clear()

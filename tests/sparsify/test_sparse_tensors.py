@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +9,7 @@ from torch import Tensor
 from lightning_safusion import Segments
 from lightning_safusion.sparsify import resolve_sparsifier, segmented_view
 from lightning_safusion.sparsify.selection.survey import Selector
-from tests.looks import note_kernels
+from tests.looks import note_looks
 from tests.sparsify import oracle
 from tests.sparsify.oracle import KERNELS, Job, exact_pooled, kernels, needs_kernels
 
@@ -70,14 +67,7 @@ def test_a_pool_is_filled_in_one_look(compiled: bool, share: float, pool: int) -
 )
 @needs_kernels
 def test_a_sparse_tensor_is_read_no_more_often(name: str, pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-
-    def note(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == "survey":
-            read.append(int(np.sum(arguments[2])))
-
-    note_kernels(monkeypatch, note)
-    looks = []
+    read, looks = note_looks(monkeypatch), []
     for share in (1, 0.005):
         read.clear()
         windows(name, cut(pool), [share] * 12, True)

@@ -17,6 +17,7 @@ from lightning_safusion.comm.wire.formats import resolve_codec
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cpu import Parts
 from lightning_safusion.sparsify.base import Selection
+from lightning_safusion.sparsify.selection.native import FoundSelection
 from tests.sparsify.oracle import needs_kernels
 
 pytestmark = needs_kernels
@@ -110,7 +111,7 @@ def test_positions_that_do_not_ascend_are_refused(wrong: int, dtype: torch.dtype
         if (wrong == 0 and place == 0) or (wrong == 299 and place >= 30_000 - 1):
             continue  # they ascend; behind the span is padding
         with pytest.raises(ValueError, match="do not ascend"):
-            codec.place(positions.to(dtype).numpy(), codec._fields(written(codec, selected(positions[:0]))))
+            written(codec, FoundSelection(positions.to(dtype), torch.ones(300)))
 
 
 @pytest.mark.parametrize("jump", [(1 << 31) - 1, 1 << 31, (1 << 32) + 2, (1 << 33) + 5])

@@ -41,13 +41,6 @@ def test_memory_is_used_again_once_nobody_holds_it(dtype: type) -> None:
     assert address(workspace.empty(LARGE, dtype)) == where
 
 
-def test_a_tensor_holds_the_memory_that_it_lies_in() -> None:
-    tensor = torch.from_numpy(workspace.empty(LARGE, np.float32)[:7])
-    tensor.fill_(3)
-    workspace.empty(LARGE, np.float32).fill(4)
-    assert tensor.tolist() == [3] * 7
-
-
 def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
     small, large = workspace.empty(LARGE, np.int32), workspace.empty(4 * LARGE, np.int32)
     places = address(small), address(large)
