@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, TypeAlias
 
@@ -25,25 +25,6 @@ Inbox: TypeAlias = Callable[[], native.Together[native.Message]]
 Outbox: TypeAlias = Callable[[Selection, bool], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class Shape:
-    """What a message is made for.
-
-    Args:
-        numel: Elements of the span.
-        capacity: Most elements that a selection may hold.
-        values: The value format.
-        edges: Where the parts of the span begin and end whose values share a scale.
-        runs: Where each tensor that may have entries begins and ends, ascending.
-    """
-
-    numel: int
-    capacity: int
-    values: Values
-    edges: Sequence[int]
-    runs: Sequence[tuple[int, int]]
-
-
 class Codec(ABC):
     """Encodes the selection of one span into exactly ``nbytes`` bytes.
 
@@ -53,7 +34,11 @@ class Codec(ABC):
     unchanged.
 
     Args:
-        shape: Of the span.
+        numel: Elements of the span.
+        capacity: Most elements that a selection may hold.
+        values: The value format.
+        edges: Where the parts of the span begin and end whose values share a scale.
+        runs: Where each tensor that may have entries begins and ends, ascending.
 
     Attributes:
         name: ``"<layout>-<values>"``, for example ``"eliasfano-bf16"``.
@@ -63,13 +48,18 @@ class Codec(ABC):
     """
 
     layout: ClassVar[str]
+    #: Elements of the longest span.
+    most_elements: ClassVar[float] = math.inf
 
-    def __init__(self, shape: Shape) -> None:
-        numel, capacity, values = shape.numel, shape.capacity, shape.values
+    def __init__(
+        self, numel: int, capacity: int, values: Values, edges: Sequence[int], runs: Sequence[tuple[int, int]]
+    ) -> None:
         if not 0 <= capacity <= numel:
             raise ValueError(f"capacity must be between 0 and the {numel} elements of the span, got {capacity}")
+        if numel > self.most_elements:
+            raise ValueError(f"{self.layout} cannot address {numel} elements (2^31 or more): use eliasfano")
         self.numel, self.capacity, self.values = numel, capacity, values
-        self.field = values.field(capacity, shape.edges)
+        self.field = values.field(capacity, edges)
         self.name = f"{self.layout}-{values.name}"
 
     @property

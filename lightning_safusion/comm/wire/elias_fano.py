@@ -15,14 +15,13 @@ from lightning_safusion.comm.wire.codec import (
     Codec,
     Inbox,
     Reader,
-    Shape,
     blocks_of,
     check_damage,
     check_order,
     marked,
     positions_to_write,
 )
-from lightning_safusion.comm.wire.values import FloatField, QuantizedField, fill, packed, unpacked
+from lightning_safusion.comm.wire.values import FloatField, QuantizedField, Values, fill, packed, unpacked
 from lightning_safusion.kernels import cpu as native
 from lightning_safusion.kernels.cuda.tables import FOUR_BITS, KINDS, Message, Runs
 from lightning_safusion.kernels.fields import NARROW_RANKS, REGION_BITS
@@ -62,15 +61,17 @@ class EliasFanoCodec(Codec):
 
     layout = "eliasfano"
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        self._ends = np.array([stop for _, stop in shape.runs], np.int64)
-        self._starts = np.array([start for start, _ in shape.runs], np.int64)
+    def __init__(
+        self, numel: int, capacity: int, values: Values, edges: Sequence[int], runs: Sequence[tuple[int, int]]
+    ) -> None:
+        super().__init__(numel, capacity, values, edges, runs)
+        self._ends = np.array([stop for _, stop in runs], np.int64)
+        self._starts = np.array([start for start, _ in runs], np.int64)
         narrow = self.capacity < NARROW_RANKS
         self._rank = np.dtype(np.uint16 if narrow else np.uint32)
         # torch writes as signed numbers what it reads as counts
         self._signed, self._counted = (torch.int16, torch.uint16) if narrow else (torch.int32, torch.int32)
-        longest = (shape.numel // max(1, shape.capacity)).bit_length() + 2
+        longest = (numel // max(1, capacity)).bit_length() + 2
         self.low = min(range(min(longest, _MOST_BITS) + 1), key=lambda low: sum(self._words(low)))
         self._buckets = _summed(self._blocks(self.low))
         self._regions = _summed(self._blocks(self.low + REGION_BITS))
@@ -141,7 +142,8 @@ class EliasFanoCodec(Codec):
         ranks, high, low, values = fields
         positions = positions_to_write(selection, padding=self.numel)
         if native.serves(positions):
-            self.place(positions.numpy(), fields)
+            described = self.numel, self._described, self.low, self.capacity
+            native.write_elias_fano(positions.numpy(), *described, self._arrays(fields))
             return self._write_values(selection, values, echo)
         tables, positions = self._tables(positions.device), positions.long()
         run = torch.searchsorted(tables.starts, positions, right=True).sub_(1).clamp_(min=0)
@@ -162,11 +164,6 @@ class EliasFanoCodec(Codec):
     def _arrays(self, fields: Sequence[Tensor]) -> native.EliasFano:
         ranks, high, low = (field.numpy() for field in fields[:3])
         return native.EliasFano(ranks.view(self._rank), high.view(np.uint64), low.view(np.uint32))
-
-    def place(self, positions: np.ndarray, fields: Sequence[Tensor]) -> None:
-        """Writes ascending positions (int32 or int64 [K]) into fields on the host by compiled kernels."""
-        described = self.numel, self._described, self.low, self.capacity
-        native.write_elias_fano(positions, *described, self._arrays(fields))
 
     def outgoing(self, memory: Tensor) -> native.Outgoing | None:
         *fields, values, rest = self._fields(memory)

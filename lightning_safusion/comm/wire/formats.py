@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_safusion.comm.wire.codec import Codec, Reader, Shape, blocks_of, check_order, marked, positions_to_write
+from lightning_safusion.comm.wire.codec import Codec, Reader, blocks_of, check_order, marked, positions_to_write
 from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
 from lightning_safusion.comm.wire.values import VALUES, Values, fill, packed, scale_edges, unpacked
 from lightning_safusion.kernels import cpu as native
@@ -34,18 +34,10 @@ from lightning_safusion.sparsify.selection.torch_view import find_marked
 
 
 class CooCodec(Codec):
-    """int32 positions: the smallest message for a handful of entries in a very long span.
-
-    Raises:
-        ValueError: If the span has 2^31 elements or more.
-    """
+    """int32 positions: the smallest message for a handful of entries in a very long span."""
 
     layout = "coo"
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        if shape.numel >= 2**31:
-            raise ValueError(f"coo cannot address {shape.numel} elements (2^31 or more): use eliasfano")
+    most_elements = 2**31 - 1
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
@@ -186,15 +178,15 @@ def resolve_codec(
     some = itertools.repeat(1) if entries is None else entries
     runs = [run for run, own in zip(itertools.pairwise(edges), some, strict=False) if own and run[0] < run[1]]
     shared = scale_edges(edges, entries, capacity) if values.few_bits else edges
-    shape = Shape(numel, capacity, values, shared, runs)
+    shape = numel, capacity, values, shared, runs
     if layout:
-        return _CODECS[layout](shape)
-    layouts = [codec for codec in _CODECS.values() if codec is not CooCodec or numel < 2**31]
+        return _CODECS[layout](*shape)
+    layouts = [codec for codec in _CODECS.values() if numel <= codec.most_elements]
     # what a message is rounded up to anyway is no reason to leave the format that has kernels on devices
     unit, factor = (MESSAGE_BYTES, _SERVED) if values.few_bits else (1, _SERVED_LARGE)
     weight = {EliasFanoCodec.layout: factor}
     return min(
-        (codec(shape) for codec in layouts),
+        (codec(*shape) for codec in layouts),
         key=lambda codec: math.ceil(codec.nbytes * weight.get(codec.layout, 1) / unit),
     )
 

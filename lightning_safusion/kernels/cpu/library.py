@@ -119,11 +119,11 @@ class Parts(NamedTuple):
     firsts: np.ndarray  #: int64 [S], the first part of every run that was cut
 
     @classmethod
-    def between(cls, edges: Sequence[int], most: int | None = None) -> Parts:
+    def between(cls, edges: Sequence[int]) -> Parts:
         """Parts of the runs between ascending edges, but for the empty ones."""
         bounds = np.asarray(edges, np.int64)
         sizes = np.diff(bounds)
-        return cls.of(bounds[:-1][sizes > 0], sizes[sizes > 0], most)
+        return cls.of(bounds[:-1][sizes > 0], sizes[sizes > 0])
 
     @classmethod
     def of(cls, starts: np.ndarray, sizes: np.ndarray, most: int | None = None) -> Parts:
