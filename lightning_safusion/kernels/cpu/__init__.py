@@ -8,7 +8,6 @@ next ones (``empty``); ``release`` gives it back.
 """
 # ruff: noqa: F401 - the names of the room
 
-from lightning_safusion.kernels.cpu.checksum import crc32c
 from lightning_safusion.kernels.cpu.elements import (
     MOST_ELEMENTS,
     Added,
@@ -43,6 +42,7 @@ from lightning_safusion.kernels.cpu.messages import (
     Outgoing,
     Together,
     check_entries,
+    crc32c,
     leaving,
     mark,
     marked,
