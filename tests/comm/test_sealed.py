@@ -62,18 +62,13 @@ def test_every_bit_counts_in_every_operation(name: str) -> None:
         """What the second rank gets of the first."""
         gathered = torch.zeros(2, 16, dtype=torch.uint8)
         output = gathered[1, :8]
-        works = []
-        for rank, transport in enumerate(sealed):
-            if name == "all_gather":
-                works.append(transport.all_gather(gathered[rank], message))
-            elif name == "all_to_all":
-                works.append(
-                    transport.all_to_all(output if rank else output[:0], message[: 8 - 8 * rank], *SIZES[rank])
-                )
-            elif name == "permute":
-                works.append(transport.permute(output, message, [(0, 1)]))
-            else:
-                works.append(transport.broadcast(output if rank else message))
+        calls: dict[str, Callable[[int, SealedTransport], Work]] = {
+            "all_gather": lambda rank, own: own.all_gather(gathered[rank], message),
+            "all_to_all": lambda rank, own: own.all_to_all(output[: 8 * rank], message[8 * rank :], *SIZES[rank]),
+            "permute": lambda rank, own: own.permute(output, message, [(0, 1)]),
+            "broadcast": lambda rank, own: own.broadcast(output if rank else message),
+        }
+        works = [calls[name](rank, own) for rank, own in enumerate(sealed)]
         for work in works:
             work.wait()
         return output

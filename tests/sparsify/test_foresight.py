@@ -111,23 +111,6 @@ def test_gradients_that_grow_need_no_more_room(
     assert max(rooms) == Live.of(segments).room < NUMEL / 4
 
 
-@pytest.mark.parametrize("kind", ["values", "magnitudes"])
-def test_sums_are_those_of_the_memory_afterwards(kind: native.Sums) -> None:
-    torch.manual_seed(0)
-    memory, grads = torch.randn(NUMEL), [torch.randn(size) for size in SIZES]
-    parts = native.Parts.between(EDGES)
-    found = native.add_finite(memory, parts, grads, 0.5, native.Wanted(sums=kind)).found
-    assert found is not None
-    assert found.lists is None
-    x = memory.double().abs() if kind == "magnitudes" else memory.double()
-    pieces = x.split(list(SIZES))
-    np.testing.assert_allclose(found.sums, [piece.sum().item() for piece in pieces], rtol=1e-5, atol=1e-3)
-    np.testing.assert_allclose(found.squares, [piece.square().sum().item() for piece in pieces], rtol=1e-5)
-    again = native.survey(memory.numpy(), parts, native.Wanted(sums=kind))
-    assert np.array_equal(found.sums, again.sums)
-    assert np.array_equal(found.squares, again.squares)
-
-
 def test_nothing_is_known_where_a_gradient_was_left_out() -> None:
     segments = cut("ahead", 0)
     job, grads = Job(SIZES, segments), [torch.randn(size) for size in SIZES]
