@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -25,13 +24,7 @@ from typing_extensions import deprecated, override
 from lightning_safusion.announce import announce
 from lightning_safusion.comm.transport.horovod import HorovodTransport
 from lightning_safusion.comm.transport.interface import Transport, during
-from lightning_safusion.comm.transport.rounds import apart
-from lightning_safusion.comm.transport.torch_backend import (
-    TorchTransport,
-    default_transport,
-    end_groups_at_exit,
-    hurry_at_exit,
-)
+from lightning_safusion.comm.transport.torch_backend import TorchTransport, default_transport
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
@@ -45,6 +38,7 @@ from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.integration.horovod import check_horovod, configure_horovod
 from lightning_safusion.integration.inputs import UnevenInputs, Weighting, check_inputs, uncounted
 from lightning_safusion.integration.meeting import all_present
+from lightning_safusion.integration.meeting_strategy import MeetingStrategy
 from lightning_safusion.integration.options import refuse_accelerator, refuse_options, register_launchers
 from lightning_safusion.integration.parameters import trained
 from lightning_safusion.integration.readings import EngineReadings
@@ -56,7 +50,7 @@ from lightning_safusion.systems.rows import DEFAULT
 from lightning_safusion.systems.settings import job_parts
 
 
-class SAFusionStrategy(EngineReadings, DDPStrategy):
+class SAFusionStrategy(EngineReadings, MeetingStrategy, DDPStrategy):
     """Distributed data parallel training that sends sparsified gradients.
 
     Every gradient tensor is sparsified *before* it is fused into a communication buffer, so that no tensor is missing
@@ -174,9 +168,8 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
         self._over_horovod = transport == "horovod"
         self._observers: list[Observer] = []  # of every engine of this strategy
         self._history = FitHistory()
-        self._checkpoints = Checkpoints()
+        self._checkpoints = Checkpoints(self)
         self._fit = Fit(self)
-        self._deserted = False  # an error has ended this fit, and some ranks did not come to save its state
         self._learned: Mapping[str, Any] = {}  # by another fit of the same job, for the next one
         self.cautions = ()
 
@@ -190,26 +183,22 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        given = dist.is_available() and dist.is_initialized()
-        with apart(self._timeout):
+        with self._making_groups():
             super().setup_distributed()
-        if not given:  # it is ours to end
-            end_groups_at_exit()
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        self._deserted = False
         if trainer.state.fn == TrainerFn.FITTING:
             self._history = FitHistory()
-            self._fit.begin(trainer, self._learned.get("plain_ddp"))
+            self._fit.begin(trainer)
         super().setup(trainer)
         self._fit.bind()
         self.cautions = self._fit.exchange.cautions(self.optimizers)
         for caution in self.cautions:
             announce(caution)
-        learned, self._learned = self._learned, {}
-        if self.engine is not None and learned.get("engine") is not None:
-            restore_common(self.engine, learned["engine"])
+        if self.engine is not None and (learned := self._learned.get("engine")) is not None:
+            restore_common(self.engine, learned)
+        self._learned = {}
 
     @override
     def configure_ddp(self) -> None:
@@ -247,7 +236,7 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
         module = self.lightning_module
         if module is None or not module.trainer.training:
             return loader
-        self._fit.begin(module.trainer, self._learned.get("plain_ddp"))  # maybe asked for before the set-up
+        self._fit.begin(module.trainer)  # maybe asked for before the set-up
         return self._fit.inputs.take(loader, module)
 
     # A batch
@@ -335,7 +324,6 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._fit.abandon(exception)
-        hurry_at_exit()
         super().on_exception(exception)
 
     @override
@@ -347,7 +335,7 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
         vars(self).pop("clock", None)  # the next fit may be on another device
         self._checkpoints.resumed = None
         super().teardown()  # waits for asynchronous writing
-        self._checkpoints.finished(self.global_rank)
+        self._checkpoints.finished()
 
     # Checkpoints
 
@@ -372,22 +360,13 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
         """
         engine = self.engine
         if engine is not None and self._fit.interrupted and not all_present(engine.windows if engine.between else None):
-            engine, self._deserted = None, True
+            engine, self._fit.deserted = None, True
             rank_zero_warn(f"{filepath} is saved without residuals: an error has kept other workers from the save.")
-        elif engine is None and torch.distributed.is_initialized():
+        elif engine is None and dist.is_initialized():
             engine = self._history.last
-        save = super().save_checkpoint
-        ranks = self.global_rank, self.local_rank
-        with during(f"the save of {filepath} in {self._fit.place}"):
-            self._checkpoints.save(
-                engine,
-                self.settings.describe(),
-                checkpoint,
-                filepath,
-                self.checkpoint_io,
-                ranks,
-                lambda: save(checkpoint, filepath, storage_options=storage_options),
-            )
+        write = partial(super().save_checkpoint, checkpoint, filepath, storage_options=storage_options)
+        with during(f"the save of {filepath} in {self._place}"):
+            self._checkpoints.save(engine, checkpoint, filepath, write)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -401,40 +380,24 @@ class SAFusionStrategy(EngineReadings, DDPStrategy):
         self._fit.exchange.settle_optimizers()  # of a step that an error has ended
         super().load_optimizer_state_dict(checkpoint)
         with during("set-up, when workers restore a checkpoint"):
-            self._checkpoints.restore(self.engine, self.settings.describe())
+            self._checkpoints.restore()
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         super().remove_checkpoint(filepath)
-        self._checkpoints.removed(self.checkpoint_io, filepath, self.local_rank)
+        self._checkpoints.removed(filepath)
 
     # Lightning's own collectives
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._deserted:
-            return
-        with during(f"the barrier{f' {name!r}' if name else ''} of Lightning in {self._fit.place}"):
-            if self._fit.lockstep is not None:
-                self._fit.lockstep.meet(f"barrier {name}")
+        if not self._fit.deserted:
             super().barrier(name)
 
     @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        with during(f"a broadcast of Lightning in {self._fit.place}"):
-            if self._fit.lockstep is not None:
-                self._fit.lockstep.meet("broadcast")
-            return super().broadcast(obj, src)
-
-    @override
-    def reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with during(f"a reduction of Lightning in {self._fit.place}"):
-            return super().reduce(tensor, *args, **kwargs)
-
-    @override
-    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with during(f"an all-gather of Lightning in {self._fit.place}"):
-            return super().all_gather(tensor, *args, **kwargs)
+    def _meet(self, what: str) -> None:
+        if self._fit.lockstep is not None:
+            self._fit.lockstep.meet(what)
 
     # Another fit of the same job
 

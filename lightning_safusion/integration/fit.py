@@ -56,6 +56,7 @@ class Fit:
         lockstep: Where workers wait for each other, in a fit of several; None elsewhere.
         inputs: The batches of all workers.
         decided: Why plain DDP has taken the engine's place.
+        deserted: An error has ended it, and some ranks did not come to save its state.
     """
 
     def __init__(self, strategy: SAFusionStrategy) -> None:
@@ -66,6 +67,7 @@ class Fit:
         self.inputs = Inputs()
         self._begun = False
         self.decided: str | None = None
+        self.deserted = False
         self._signals: DeferredSignals | None = None  # during training with an engine
         self._epoch_end = EpochEnd()
         self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
@@ -92,12 +94,6 @@ class Fit:
         return module.current_epoch if module is not None else 0
 
     @property
-    def place(self) -> str:
-        """Where training is, for messages."""
-        module = self._strategy.lightning_module
-        return f"step {module.global_step}, epoch {module.current_epoch}" if module is not None else "set-up"
-
-    @property
     def ddp(self) -> DistributedDataParallel | None:
         """The wrapped model, also where it has been compiled since; None outside training."""
         model = getattr(self._strategy.model, "_orig_mod", self._strategy.model)
@@ -105,12 +101,13 @@ class Fit:
 
     # Beginning
 
-    def begin(self, trainer: Trainer, decided: str | None) -> None:
-        """Training is about to be set up; why another fit of the job may have ``decided`` for plain DDP. Once."""
+    def begin(self, trainer: Trainer) -> None:
+        """Training is about to be set up. Once."""
         if self._begun:
             return
         self._begun = True
-        strategy, self.decided = self._strategy, decided
+        strategy = self._strategy
+        self.decided = strategy._learned.get("plain_ddp")  # by another fit of the job
         group = strategy._ddp_kwargs.get("process_group")
         if group is None or dist.get_world_size(group) == strategy.world_size:
             # torch waits for ever for a store whose worker stands still: all are asked whether they are there, before
@@ -299,14 +296,14 @@ class Fit:
     def meet(self, what: str) -> None:
         """Waits for all workers of the fit where validation, or what follows the last batch, begins. Collective."""
         if self.lockstep is not None:
-            with during(f"{what} in {self.place}"):
+            with during(f"{what} in {self._strategy._place}"):
                 self.lockstep.meet(what)
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
         """Names where a worker was lost, or the place where another one waits, in what may exchange gradients."""
         explained = nullcontext() if self.lockstep is None else self.lockstep.explained()
-        with during(f"{what} in {self.place}"), explained:
+        with during(f"{what} in {self._strategy._place}"), explained:
             yield
 
     def pause(self) -> None:

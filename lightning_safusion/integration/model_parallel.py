@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.load import _METADATA_FILENAME
@@ -23,8 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import Unpack, override
 
 from lightning_safusion.announce import MisconfigurationException
-from lightning_safusion.comm.transport.rounds import apart
-from lightning_safusion.comm.transport.torch_backend import end_groups_at_exit, hurry_at_exit
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
 from lightning_safusion.integration.attach import NARROW, Parts, checked_parts
@@ -32,6 +29,7 @@ from lightning_safusion.integration.attached import Attached
 from lightning_safusion.integration.checkpoint.distributed import load_residuals, save_residuals
 from lightning_safusion.integration.checkpoint.parts import ENTRY
 from lightning_safusion.integration.history import FitHistory
+from lightning_safusion.integration.meeting_strategy import MeetingStrategy
 from lightning_safusion.integration.parameters import members, params_of, same
 from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.sparsify.schedule import DensitySchedule
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
 _DIMENSIONS = ("replicate", "shard", "tensor_parallel")
 
 
-class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
+class SAFusionModelParallelStrategy(EngineReadings, MeetingStrategy, ModelParallelStrategy):
     """Lightning's ModelParallelStrategy with replicas between which sparsified gradients are sent.
 
     ``configure_model`` shards the model over ``self.device_mesh["shard"]`` with ``fully_shard``, and may split layers
@@ -141,11 +139,8 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
 
     @override
     def _setup_distributed(self) -> None:
-        given = dist.is_initialized()
-        with apart(self._timeout):
+        with self._making_groups():
             super()._setup_distributed()
-        if not given:  # it is ours to end
-            end_groups_at_exit()
 
     def _shape(self) -> tuple[int, int, int]:
         replicas, shards, parallel = self.sizes.values()
@@ -273,7 +268,6 @@ class SAFusionModelParallelStrategy(EngineReadings, ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         for each in self.attached:
             each.abandon()
-        hurry_at_exit()
         super().on_exception(exception)
 
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -20,6 +20,9 @@ from lightning_safusion.integration.checkpoint import parts
 from lightning_safusion.integration.checkpoint.restoring import restore
 from lightning_safusion.integration.checkpoint.saving import on_all_ranks, save
 
+if TYPE_CHECKING:
+    from lightning_safusion.strategy import SAFusionStrategy
+
 
 class Checkpoints:
     """Saves and restores the engine with the checkpoints of Lightning.
@@ -27,49 +30,45 @@ class Checkpoints:
     The parts of a checkpoint that is replaced are removed once the new main file is in place, never before: with an
     asynchronous plugin at the next save to that path, or at the end.
 
+    Args:
+        strategy: Has the engine, and the plugin that reads and writes checkpoints.
+
     Attributes:
         resumed: Path of the checkpoint that is being restored, and the engine's entry in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: SAFusionStrategy) -> None:
+        self._strategy = strategy
         self.resumed: tuple[_PATH, dict[str, Any]] | None = None
         # Main files that a thread of rank 0 may still be writing: the nonce of their parts, and (on rank 0) the
         # fingerprint of the file that they replace.
         self._under_way: dict[str, tuple[str | None, str | None]] = {}
 
-    def save(
-        self,
-        engine: Engine | None,
-        settings: Mapping[str, str],
-        checkpoint: dict[str, Any],
-        path: _PATH,
-        plugin: CheckpointIO,
-        ranks: tuple[int, int],
-        write: Callable[[], None],
-    ) -> None:
+    def save(self, engine: Engine | None, checkpoint: dict[str, Any], path: _PATH, write: Callable[[], None]) -> None:
         """Saves a checkpoint, to which the engine's entry is added; collective with an engine.
 
-        ``settings`` are the engine's as text, ``ranks`` the global and the local one; ``write`` has the plugin write.
+        ``write`` has the plugin write it.
 
         Raises:
             OSError: On all ranks, if a part or the main checkpoint could not be written. A checkpoint that was to be
                 replaced keeps its parts.
         """
-        rank, local_rank = ranks
+        plugin, rank = self._strategy.checkpoint_io, self._strategy.global_rank
         beside = has_files(plugin)
         asynchronous = type(plugin) is AsyncCheckpointIO and beside
         saved = engine if "optimizer_states" in checkpoint else None  # a checkpoint of weights has no parts
         if saved is not None:
-            self._end_earlier(plugin, path, saved.transport)
+            self._end_earlier(path, saved.transport)
         before = None
         if rank == 0 and asynchronous:
-            self._wait(plugin, path)
+            self._wait(path)
             before = parts.fingerprint(path)
         nonce, sweeps = None, rank == 0
         if saved is not None:
             # first the parts, so that no main checkpoint is ever there before them
-            entry = checkpoint[parts.ENTRY] = save(saved, settings, path, inside=not beside)
-            nonce, sweeps = entry["nonce"], local_rank == 0  # on every node: their folders need not be one
+            entry = checkpoint[parts.ENTRY] = save(saved, self._strategy.describe(), path, inside=not beside)
+            nonce = entry["nonce"]
+            sweeps = self._strategy.local_rank == 0  # on every node: their folders need not be one
             failed = f"{path} could not be saved"
             on_all_ranks(write, saved.transport, failed, partial(_discard, plugin, path, rank, entry["nonce"]))
         else:
@@ -81,19 +80,19 @@ class Checkpoints:
         if beside and rank == 0:
             parts.sweep_orphans(path)
 
-    def _end_earlier(self, plugin: CheckpointIO, path: _PATH, transport: Transport) -> None:
+    def _end_earlier(self, path: _PATH, transport: Transport) -> None:
         """Removes what an earlier asynchronous save to ``path`` has replaced; raises on all ranks if that failed."""
         if str(path) in self._under_way:
-            wait = partial(self._wait, plugin, path) if transport.rank == 0 else lambda: None
+            wait = partial(self._wait, path) if transport.rank == 0 else lambda: None
             on_all_ranks(wait, transport, f"{path} could not be saved")
             nonce, _ = self._under_way.pop(str(path))
             parts.sweep(path, nonce)
 
-    def _wait(self, plugin: CheckpointIO, path: _PATH) -> None:
+    def _wait(self, path: _PATH) -> None:
         """Waits until an earlier save to ``path`` is in place."""
         earlier = self._under_way.get(str(path))
         if earlier is not None and parts.fingerprint(path) == earlier[1]:
-            plugin.teardown()  # waits for all that was handed over; the plugin can be used again
+            self._strategy.checkpoint_io.teardown()  # waits for all that was handed over; the plugin can be used again
 
     def loaded(self, checkpoint: Mapping[str, Any], path: _PATH) -> None:
         """A checkpoint has been loaded; the engine is restored when it exists."""
@@ -110,13 +109,14 @@ class Checkpoints:
         """The engine's entry in the checkpoint that is being restored; empty if there is none."""
         return self.resumed[1] if self.resumed is not None else {}
 
-    def restore(self, engine: Engine | None, settings: Mapping[str, str]) -> None:
+    def restore(self) -> None:
         """Restores the engine from the loaded checkpoint, if there is one of each. Collective."""
         resumed, self.resumed = self.resumed, None
+        engine = self._strategy.engine
         if resumed is None or engine is None:
             return
         path, entry = resumed
-        notes = restore(engine, settings, entry, path)
+        notes = restore(engine, self._strategy.describe(), entry, path)
         if notes:
             rank_zero_warn(f"SAFusionStrategy resumes from {path} with differences: {'; '.join(notes)}.")
         saved_by, workers = entry.get("world_size"), engine.transport.world_size
@@ -127,16 +127,16 @@ class Checkpoints:
                 f"takes the mean of the residuals that can be used, and the plan is made anew."
             )
 
-    def removed(self, plugin: CheckpointIO, path: _PATH, local_rank: int) -> None:
+    def removed(self, path: _PATH) -> None:
         """A checkpoint has been removed."""
         self._under_way.pop(str(path), None)
-        if local_rank == 0 and has_files(plugin):
+        if self._strategy.local_rank == 0 and has_files(self._strategy.checkpoint_io):
             parts.remove(path)
 
-    def finished(self, rank: int) -> None:
+    def finished(self) -> None:
         """All asynchronous writing has ended."""
         for path, (nonce, _) in self._under_way.items():
-            if rank == 0:
+            if self._strategy.global_rank == 0:
                 parts.sweep(path, nonce)
         self._under_way.clear()
 
