@@ -37,8 +37,7 @@ from lightning_safusion.integration.fit import Fit
 from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.integration.horovod import check_horovod, configure_horovod
 from lightning_safusion.integration.inputs import UnevenInputs, Weighting, check_inputs, uncounted
-from lightning_safusion.integration.meeting import all_present
-from lightning_safusion.integration.meeting_strategy import MeetingStrategy
+from lightning_safusion.integration.meeting import MeetingStrategy, all_present
 from lightning_safusion.integration.options import refuse_accelerator, refuse_options, register_launchers
 from lightning_safusion.integration.parameters import trained
 from lightning_safusion.integration.readings import EngineReadings

@@ -29,7 +29,7 @@ from lightning_safusion.integration.attached import Attached
 from lightning_safusion.integration.checkpoint.distributed import load_residuals, save_residuals
 from lightning_safusion.integration.checkpoint.parts import ENTRY
 from lightning_safusion.integration.history import FitHistory
-from lightning_safusion.integration.meeting_strategy import MeetingStrategy
+from lightning_safusion.integration.meeting import MeetingStrategy
 from lightning_safusion.integration.parameters import members, params_of, same
 from lightning_safusion.integration.readings import EngineReadings
 from lightning_safusion.sparsify.schedule import DensitySchedule
