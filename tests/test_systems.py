@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_safusion import SYSTEMS, SAFusionStrategy
 from lightning_safusion.systems import EngineSystem
-from safusion_command import main
 from tests.models import Fitted, TinyClassifier, distance, equal, fit, fit_both
 from tests.process_group import run_launched
 from tests.quick import quick_of
@@ -123,9 +122,3 @@ def test_parts_that_plain_systems_have_none_of_are_refused() -> None:
     for system in ("ddp", "powersgd", "dear"):
         with pytest.raises(MisconfigurationException, match="works without the engine: it has no density"):
             SAFusionStrategy(system=system, density=0.1)
-
-
-def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["systems"])
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in SYSTEMS)
