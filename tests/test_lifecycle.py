@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,17 +49,17 @@ def alive(*kinds: type) -> list[int]:
 
 def test_nothing_is_left_after_training() -> None:
     def run(rank: int) -> list[int]:
-        models = []
-        for system in ("safusion", "saf-naive"):
-            model = Evaluated()
-            models.append(weakref.ref(model))
+        held = []
+        for system, make in (("saf-pooled", torch.optim.AdamW), ("saf-naive", None)):
+            model = Evaluated(make=make)
             run = trainer(SAFusionStrategy(system=system, **SPARSE), limit_train_batches=6)
             run.fit(model, classification(), classification())
+            held += [weakref.ref(model), weakref.ref(run.optimizers[0])]
             groups = len(dist.distributed_c10d._world.pg_map)
             hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
             del run, model
         counts = alive(Engine, DDPHook, DistributedDataParallel)
-        return [*counts, groups, hooks, sum(ref() is not None for ref in models), threading.active_count()]
+        return [*counts, groups, hooks, sum(ref() is not None for ref in held), threading.active_count()]
 
     for counts in run_launched(2, run):
         assert counts == [0, 0, 0, 1, 0, 0, 1]
@@ -211,31 +210,3 @@ def test_the_learning_rate_finder_leaves_no_trace(tmp_path: Path, when: str) -> 
     steps = 1 if when == "second epoch" else 8
     # seven parameters; then seven and the residual of each
     assert run_launched(2, run) == [[(steps, 7), (steps, 14)]] * 2
-
-
-class Scalable(TinyClassifier):
-    """Makes its own loader, of a size that can be searched for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch_size = 2
-
-    def train_dataloader(self) -> Any:
-        return classification(batch_size=self.batch_size)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_batch_size_finder_is_refused_as_with_ddp(world_size: int) -> None:
-    def run(rank: int) -> list[str]:
-        said = []
-        for make in (lambda: "ddp", lambda: SAFusionStrategy(**SPARSE)):
-            with pytest.raises(MisconfigurationException) as told:
-                trainer(make(), devices=world_size, callbacks=[callbacks.BatchSizeFinder(max_trials=2)]).fit(Scalable())
-            with pytest.raises(ValueError, match="distributed") as tuned:
-                Tuner(trainer(make(), devices=world_size)).scale_batch_size(Scalable(), max_trials=2)
-            said += [str(told.value), str(tuned.value)]
-        return said
-
-    for said in run_launched(world_size, run):
-        assert said[:2] == said[2:]
-        assert all("not supported with distributed strategies" in message for message in said)

@@ -151,30 +151,6 @@ def test_ignored_parameters_are_left_alone() -> None:
     assert not torch.equal(first, second)  # trained on local gradients, as in DDP
 
 
-def test_no_sampler_where_none_is_wanted() -> None:
-    def run(rank: int) -> str:
-        fitted = trainer(SAFusionStrategy(**SPARSE), use_distributed_sampler=False, limit_train_batches=2)
-        fitted.fit(TinyClassifier(), classification())
-        return type(fitted.train_dataloader.sampler).__name__
-
-    assert run_launched(2, run) == ["SequentialSampler"] * 2
-
-
-def test_sync_batchnorm_on_cpu_is_refused_as_with_ddp() -> None:
-    def run(rank: int) -> list[str]:
-        said = []
-        for strategy in ("ddp", SAFusionStrategy(**SPARSE)):
-            model = TinyClassifier()
-            model.net.insert(1, nn.BatchNorm1d(256))
-            with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules") as caught:
-                fit(strategy, model, sync_batchnorm=True)
-            said.append(str(caught.value))
-        return said
-
-    for plain, ours in run_launched(2, run):
-        assert plain == ours
-
-
 class Compilable(TinyClassifier):
     """Can be compiled without a break of the graph; under manual optimization with its backward pass."""
 

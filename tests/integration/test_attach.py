@@ -1,10 +1,4 @@
-"""The engine below DDP in a loop of plain PyTorch.
-
-Covers: the same parameters as Trainer's, bit for bit, with accumulation and a loss scaler; density 1 is DDP; states
-    resume bit for bit, and on another number of workers; DDP goes on after the end; several models; optimizers around
-    others; gradients that are missing; parameters that are frozen later; copies of the model; a handle whose end has
-    come; what is refused, on all workers.
-"""
+"""The engine below DDP in a loop of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -293,32 +287,6 @@ def test_a_model_may_be_compiled() -> None:
         loops = Loop(), Loop(compiled=True)
         for loop in loops:
             loop.train(batches(rank)[:6])
-        return equal(loops[0].weights, loops[1].weights)
-
-    assert run_ranks(2, run) == [True, True]
-
-
-class Around(torch.optim.Optimizer):
-    """As Accelerate's and Fabric's optimizers are around another one."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-
-def test_an_optimizer_around_another_one() -> None:
-    def run(rank: int) -> bool:
-        loops = Loop(), Loop(lambda parameters: Around(adamw(parameters)))
-        for loop in loops:
-            loop.train(batches(rank))
         return equal(loops[0].weights, loops[1].weights)
 
     assert run_ranks(2, run) == [True, True]
