@@ -1,9 +1,4 @@
-"""Residuals, counters and tuner state in the checkpoints of real trainers.
-
-Covers: resuming bit for bit, with plain DDP as the control; other numbers of workers; missing and damaged side files;
-other settings; what Lightning does with checkpoints besides resuming (pruning, links, asynchronous writing, weights
-only, learning-rate search).
-"""
+"""Residuals, counters and tuner state in the checkpoints of real trainers."""
 
 from __future__ import annotations
 
@@ -213,62 +208,8 @@ def test_where_all_is_sent_the_residual_is_applied_once(
         assert result["reasons"] == [None, reason]
 
 
-# --- what cannot be restored ----------------------------------------------------------------------------------------
-
-
 def _save_one(rank: int, folder: Path) -> None:
     run(ours(), 4, saving(folder / "a.ckpt", 3))
-
-
-def _resume_damaged(rank: int, folder: Path) -> dict[str, Any]:
-    results = {}
-    cases = {
-        "missing": {},
-        "truncated": {},
-        "whole": {},
-        "compressor": {"compressor": "sidco"},
-        "memory": {"memory": "dgc"},
-    }
-    for name, options in cases.items():
-        path, after = folder / name / "a.ckpt", folder / name / "after.ckpt"
-        with complaints() as said:
-            model = StepModel(momentum=0.0)
-            job = run(ours(**options), 5, saving(after, 3), ckpt=path, model=model)
-        side = torch.load(part_file(Path(f"{after}.safusion"), rank), weights_only=True)["memory"]
-        held = max(float(tensor.abs().max()) for field in side.values() for tensor in field.values())
-        results[name] = said, held, parameters(job), job.strategy.figures()["windows"]
-    return results
-
-
-def test_what_cannot_be_restored_is_said_once_and_begins_with_nothing(tmp_path: Path) -> None:
-    run_ranks(2, _save_one, tmp_path)
-    for name in ("missing", "truncated", "whole", "compressor", "memory"):
-        _copy(tmp_path, "a.ckpt", tmp_path / name)
-    broken = part_file(tmp_path / "a.ckpt.safusion", 1).relative_to(tmp_path)
-    (tmp_path / "missing" / broken).unlink()
-    (tmp_path / "truncated" / broken).write_bytes((tmp_path / broken).read_bytes()[:-300])
-    first, second = run_ranks(2, _resume_damaged, tmp_path, timeout=120)
-    for name, (warned, held, trained, windows) in first.items():
-        others, held_there, trained_there, _ = second[name]
-        assert others == []
-        assert equal(trained, trained_there)
-        assert windows == 5
-        assert len(warned) == (name != "whole")
-        kept = name in ("whole", "compressor")
-        assert (held > 0, held_there > 0) == (kept, kept), name
-    for name, why in (("missing", "is missing"), ("truncated", "is damaged")):
-        assert f"{name}/{broken}" in first[name][0][0]
-        assert why in first[name][0][0]
-    assert "the compressor was TopK(" in first["compressor"][0][0]
-    assert "the memory was AutoMemory and is DGCMemory" in first["memory"][0][0]
-
-
-def _copy(source: Path, name: str, folder: Path) -> None:
-    folder.mkdir()
-    for path in [source / name, *(source / f"{name}.safusion").iterdir()]:
-        target = folder / path.relative_to(source)
-        target.parent.mkdir(exist_ok=True)
-        target.write_bytes(path.read_bytes())
 
 
 # --- Lightning's ways with checkpoints ------------------------------------------------------------------------------

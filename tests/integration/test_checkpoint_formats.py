@@ -60,15 +60,3 @@ def test_parts_of_format_1_go_once_their_checkpoint_is_replaced(folder: Path) ->
     nonce = torch.load(folder / "old.ckpt", weights_only=True)["safusion"]["nonce"]
     names = sorted(path.name for path in (folder / "old.ckpt.safusion").iterdir())
     assert names == [f"rank_0000{rank}-{nonce}.pt" for rank in range(2)]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_format_1_resumes_on_another_number_of_workers(folder: Path, world_size: int) -> None:
-    results = run_ranks(world_size, _resume_on, folder)
-    assert all(result == ([], 5) for result in results)
-
-
-def _resume_on(rank: int, folder: Path) -> tuple[list[str], int]:
-    with complaints() as said:
-        job = run(ours(), 5, ckpt=folder / "old.ckpt")
-    return said, job.strategy.figures()["windows"]

@@ -94,26 +94,6 @@ def _continue(rank: int, folder: Path, step: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_parts_in_a_store_are_shared_by_other_numbers_of_workers(tmp_path: Path, world_size: int) -> None:
-    for workers, step in ((2, 3), (world_size, 4)):
-        assert run_ranks(workers, _continue, tmp_path, step) == [[]] * workers
-    before, after = (_mean(tmp_path / name, tmp_path / "part") for name in "01")
-    for name, mean in before.items():
-        torch.testing.assert_close(after[name], mean, rtol=0, atol=1e-6 * float(mean.abs().max()))
-    assert any(mean.any() for mean in before.values())
-
-
-def _mean(path: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """Mean of the residuals in a checkpoint over the ranks."""
-    payloads = torch.load(path, weights_only=True)["safusion"]["parts"]
-    residuals = []
-    for payload in payloads:
-        scratch.write_bytes(payload.numpy().tobytes())
-        residuals.append(torch.load(scratch, weights_only=True)["memory"]["residual"])
-    return {name: sum(part[name].double() for part in residuals) / len(residuals) for name in residuals[0]}
-
-
 def _damaged(rank: int, folder: Path) -> list[str]:
     with complaints() as said:
         run(ours(), 5, ckpt="artifacts://0", plugins=[Store(folder)])

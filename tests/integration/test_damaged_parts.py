@@ -145,6 +145,23 @@ def test_shapes_that_one_rank_cannot_take_in_are_told_of_and_empty_on_all(
         assert torch.equal(residuals(other, rank)["t6"], residuals(saved, rank)["t6"])
 
 
+def test_another_part_takes_in_what_both_have_and_is_told_of(clusters: tuple[Cluster, Cluster], path: Path) -> None:
+    saved, _ = clusters
+    entry, memory = save(saved, path), saved.settings[0].memory
+    for part, said, kept in (
+        ({"compressor": "sidco"}, "the compressor was TopK(", True),
+        ({"memory": "dgc"}, f"the memory was {type(memory).__name__} and is DGCMemory", False),
+    ):
+        parts = {"memory": memory.name, "collective": "allgather"} | part
+        other = Cluster(2, lambda parts=parts: settings(**parts))
+        assert said in restore(other, [entry, entry], path)[0]
+        for engine in other.engines:
+            assert (
+                any(held.any() for field in local_state(engine)["memory"].values() for held in field.values()) is kept
+            )
+        other.close()
+
+
 ENTRIES: dict[str, tuple[Change, str]] = {
     "engine": (lambda entry: entry.pop("engine") and None, "lacks 'engine'"),
     "plan": (lambda entry: entry["engine"].pop("planner") and None, "lacks 'planner' in 'engine'"),
