@@ -1,10 +1,4 @@
-"""DeAR in real training: what the delayed steps give, what they wait for, and when they are not delayed.
-
-Covers: the same weights and states as settled at once (bit for bit) and as DDP, for optimizers, schedulers, clipping,
-    accumulation, validation, unused, tied, frozen, sparse and recurrent parameters, and parameters that other modules
-    use; every all-gather is waited for by the layers that need it only; checkpoints, the last step, errors;
-    what is refused the overlap, and says why.
-"""
+"""DeAR in real training: what the delayed steps give, what they wait for, and when they are not delayed."""
 
 from __future__ import annotations
 

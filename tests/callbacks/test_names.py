@@ -1,8 +1,4 @@
-"""Names with a meaning for rich or for a terminal are shown as they are, wherever they are printed.
-
-Covers: modules called like markup, an emoji and an escape code, in the tables of both callbacks; the text of a trace
-    and a path in the simulator's output.
-"""
+"""Names with a meaning for rich or for a terminal are shown as they are, wherever they are printed."""
 
 from __future__ import annotations
 

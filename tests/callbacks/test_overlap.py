@@ -1,9 +1,4 @@
-"""OverlapProfiler in real trainings.
-
-Covers: times against a schedule of sleeps; keys, tables, progress bars, loggers and files; accumulation, manual and
-    several optimizers, validation; which steps are recorded; plain DDP from the beginning and later on; a model that is
-    wrapped anew; errors; ranges of torch.profiler.
-"""
+"""OverlapProfiler in real trainings."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""ReplicaConsistencyCheck in real trainings in which one rank changes something by itself.
-
-Covers: equal replicas with every system, precision and dtype; the tensor and the ranks are named, and all ranks raise;
-    warnings; healing; optimizer state and buffers on request; NaNs; state that one rank lacks; the check at the end; a
-    process alone.
-"""
+"""ReplicaConsistencyCheck in real trainings in which one rank changes something by itself."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""BufferSizeTuner in real trainings.
-
-Covers: sizes follow from a bad start with every policy that counts tensors; keys in every logger and lines; ranks
-    decide alike; bounds; the freeze; checkpoints; gradient accumulation; a second fit; a model that
-    is wrapped anew; deterministic trainings, plain DDP and other strategies; wrong arguments.
-"""
+"""BufferSizeTuner in real trainings."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What the strategy is bound to: optimizers that come and go, and parameters that none of them has.
-
-Covers: a parameter that no optimizer has is not exchanged, vetoes nothing and is named; under manual optimization it is
-    averaged as DDP does; one that is not used either is an error, as in DDP; an optimizer that is replaced, or gets a
-    group, in training; the density of one fit says nothing of the next; copies of the wrapped model in training.
-"""
+"""What the strategy is bound to: optimizers that come and go, and parameters that none of them has."""
 
 from __future__ import annotations
 

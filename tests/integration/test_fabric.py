@@ -1,9 +1,4 @@
-"""The exchange below Fabric.
-
-Covers: the same parameters as a loop of plain PyTorch, bit for bit, set up together, with accumulation; set up apart;
-    by name; mixed precision with a loss scaler and clipping; checkpoints resume bit for bit; those of plain DDP, and of
-    weights alone, of other numbers of models; what is refused.
-"""
+"""The exchange below Fabric."""
 
 from __future__ import annotations
 

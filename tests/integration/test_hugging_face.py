@@ -1,8 +1,4 @@
-"""The exchange below Accelerate and below the Trainer of transformers.
-
-Covers: the same parameters as a loop of plain PyTorch, bit for bit; optimizers that are found; checkpoints of both
-    resume bit for bit; a model that is prepared again; one worker; a loss that is scaled; what is refused.
-"""
+"""The exchange below Accelerate and below the Trainer of transformers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Lightning's ModelParallelStrategy with replicas, on four workers.
-
-Covers: the parameters of plain PyTorch, bit for bit, with accumulation and clipping; checkpoints that are resumed on
-    the same mesh bit for bit, and on others down to DDP; a save that is interrupted; tensor parallelism with clipping;
-    several sharded models; a callback; workers that were seeded differently; a loss scaler; parameters that are trained
-    later; what is refused.
-"""
+"""Lightning's ModelParallelStrategy with replicas, on four workers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Workers that were started with different options: found at set-up, on all of them, with both values.
-
-Covers: real trainings on two ranks that differ in an option of DDP, of the trainer, of the optimizer, or in the order
-    of parameters; options that say the same; the elastic system, whose workers may differ.
-"""
+"""Workers that were started with different options: found at set-up, on all of them, with both values."""
 
 from __future__ import annotations
 

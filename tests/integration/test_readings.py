@@ -1,8 +1,4 @@
-"""What a strategy says without being asked: figures of the exchange in the user's loggers.
-
-Covers: names and numbers beside the step's own, every so many steps; neither with plain DDP nor where they are switched
-    off.
-"""
+"""What a strategy says without being asked: figures of the exchange in the user's loggers."""
 
 from __future__ import annotations
 

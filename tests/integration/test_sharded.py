@@ -1,11 +1,4 @@
-"""The exchange between the replicas of a model that FSDP2 shards: two of two workers each.
-
-Covers: density 1 against FSDP2's own two-dimensional mesh, bit for bit, in fp32 and bf16, with accumulation, clipping
-    and uneven shards; nothing written late is lost, whatever the gradient is made of; replicas are equal at a low
-    density, and elements are compared in units of the shards' second moments; optimizers that are found; parameters
-    that no optimizer has, or that are frozen later; gradients of a part; damaged files; shards without elements;
-    weights that differ at the beginning; what is refused.
-"""
+"""The exchange between the replicas of a model that FSDP2 shards: two of two workers each."""
 
 from __future__ import annotations
 

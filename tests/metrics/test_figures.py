@@ -1,8 +1,4 @@
-"""What the figures say of one window, against what went in and what was left in the memory.
-
-Covers: counts of sent and missing tensors, before and after fusion; energy and error for every memory, scope and
-    wire; dense lanes and dense buffers; tensors that are stale, empty, irregular or not finite; another ready order.
-"""
+"""What the figures say of one window, against what went in and what was left in the memory."""
 
 from __future__ import annotations
 
@@ -50,10 +46,6 @@ def state(cluster: Cluster, name: str) -> list[torch.Tensor]:
 
 def norms(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tensor.double().square().sum() for tensor in tensors])
-
-
-def test_before_the_first_window_there_is_nothing(make: Callable[..., Cluster]) -> None:
-    assert make().engines[0].record is None
 
 
 def test_nothing_is_missing_before_fusion_and_small_tensors_are_after_it(make: Callable[..., Cluster]) -> None:

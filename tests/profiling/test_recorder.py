@@ -1,8 +1,4 @@
-"""Moments of training loops become timelines.
-
-Covers: one batch per step; accumulation; optimizers that take turns, that run backward passes themselves, or have no
-    hook after their step; time between batches; windows that are observed late; steps that are not recorded.
-"""
+"""Moments of training loops become timelines."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Figures of steps whose moments are known.
-
-Covers: arithmetic of intervals; where the time of a step went on the CPU, on CUDA and with plain DDP; collectives whose
-    end was not recorded; means over steps, ranks and buffers; steps written and read back.
-"""
+"""Figures of steps whose moments are known."""
 
 from __future__ import annotations
 
