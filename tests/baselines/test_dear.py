@@ -389,24 +389,19 @@ REASONS: dict[str, tuple[Callable[[], Any], tuple[Callback, ...], dict[str, Any]
 }
 
 
-def told(rank: int, name: str) -> tuple[list[str], list[Tensor], list[Tensor]]:
-    """What the strategy says, and the final weights, of DDP too."""
+def told(rank: int, name: str) -> list[str]:
     build, callbacks, options = REASONS[name]
-    said, weights = Lines(), []
-    for strategy in (dear(bucket_cap_mb=25), ddp()):
-        weights.append(parameters(run(strategy, 3, *callbacks, model=build(), **options)))
-    return [text for text in said.lines if "averaged when a backward pass ends" in text], *weights
+    said = Lines()
+    run(dear(bucket_cap_mb=25), 3, *callbacks, model=build(), **options)
+    return [text for text in said.lines if "averaged when a backward pass ends" in text]
 
 
 @pytest.mark.parametrize("name", quick_of(REASONS, ("clipped", "SGD has step hooks", "optimization is manual")))
 def test_says_once_why_it_settles_at_once(name: str, request: pytest.FixtureRequest) -> None:
     if "compiled" in name or "cannot be seen" in name:
         request.getfixturevalue("compiler")
-    said, *weights = run_ranks(2, told, name)[0]
-    assert len(said) == 1
-    assert name in said[0]
-    for mine, theirs in zip(*weights, strict=True):
-        torch.testing.assert_close(mine, theirs)
+    (said,) = run_ranks(2, told, name)[0]
+    assert name in said
 
 
 class KeepsItsOwn(nn.Module):

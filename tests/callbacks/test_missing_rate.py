@@ -123,19 +123,6 @@ def test_tensors_of_all_optimizers_are_sampled() -> None:
         assert samples == 3  # global_step counts both optimizers
 
 
-class Unfreezes(TinyClassifier):
-    """One layer learns from the second epoch on, for which the model is wrapped anew."""
-
-    def __init__(self, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.net[layer].requires_grad_(False)
-
-    @override
-    def on_train_epoch_start(self) -> None:
-        self.net[self.layer].requires_grad_(self.current_epoch > 0)
-
-
 def test_a_resumed_training_continues_the_statistics(tmp_path: Path) -> None:
     def each(rank: int) -> Any:
         monitor = TensorMissingRateMonitor(every_n_steps=2)

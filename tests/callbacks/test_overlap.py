@@ -21,7 +21,6 @@ from lightning_safusion.callbacks import OverlapProfiler
 from lightning_safusion.fusion.events import Clock
 from lightning_safusion.profiling import StepFigures, load_timeline, merge_timelines
 from lightning_safusion.profiling.timeline import StepTimeline
-from tests.callbacks.test_missing_rate import Unfreezes
 from tests.models import TakeTurns, TinyClassifier, classification, trainer
 from tests.process_group import run_launched
 from tests.quick import quick_of
@@ -202,6 +201,18 @@ def test_the_table_is_printed_with_both_progress_bars(
 def kinds(steps: Sequence[StepTimeline]) -> list[list[str]]:
     """Names of the phases of each recorded step."""
     return [[phase.name for phase in step.phases] for step in steps]
+
+
+class Unfreezes(TinyClassifier):
+    """One layer learns from the second epoch on, for which the model is wrapped anew."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.net[layer].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[self.layer].requires_grad_(self.current_epoch > 0)
 
 
 def train_all(rank: int, folder: Path) -> dict[str, list[StepTimeline]]:

@@ -212,11 +212,6 @@ def test_what_cannot_be_tuned_is_refused_with_the_way_out(strategy: SAFusionStra
         BufferSizeTuner().setup(fitting, Deep(), "fit")
 
 
-def test_wrong_numbers_are_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="trial_windows.*got 0"):
-        quick(trial_windows=0)
-
-
 def test_options_of_its_cadence_are_taken_one_by_one_for_one_more_release() -> None:
     with pytest.warns(DeprecationWarning, match="warmup_windows of BufferSizeTuner"):
         assert BufferSizeTuner(warmup_windows=40).cadence == Cadence(warmup_windows=40)

@@ -231,21 +231,6 @@ def test_ddp_goes_on_after_the_end() -> None:
         assert plain == "it was closed"
 
 
-def test_two_models_take_turns() -> None:
-    def run(rank: int) -> tuple[bool, list[Tensor]]:
-        one, other, alone = Loop(), Loop(), Loop()
-        for batch in batches(rank)[:6]:
-            one.step(batch)
-            other.step(batch)
-        alone.train(batches(rank)[:6])
-        return equal(one.weights, other.weights) and equal(one.weights, alone.weights), one.weights
-
-    (first, ours), (second, theirs) = run_ranks(2, run)
-    assert first
-    assert second
-    assert equal(ours, theirs)
-
-
 def test_optimizers_are_found_when_they_step() -> None:
     """The first step is one of DDP, as it is with this default."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.tools.report.advice import advise
 from lightning_safusion.tools.report.page import load_run
-from tests.models import Lines, TinyClassifier, classification, equal, trainer, weights
+from tests.models import Lines, TinyClassifier, classification, equal, fit, trainer, weights
 from tests.process_group import run_launched
 
 SPARSE = {"collective": "allgather", "density": 0.05}
@@ -155,11 +156,9 @@ def test_that_plain_ddp_is_faster_is_known_to_the_next_fit() -> None:
 @pytest.mark.parametrize(("optimizer", "expected"), [("NAdam", 1), ("SGD", 0)])
 def test_what_costs_accuracy_can_be_read(optimizer: str, expected: int) -> None:
     def run(rank: int) -> tuple[str, ...]:
-        model = TinyClassifier()
-        kind = getattr(torch.optim, optimizer)
-        model.configure_optimizers = lambda: kind(model.parameters(), lr=0.01)  # type: ignore[method-assign]
+        model = TinyClassifier(make=partial(getattr(torch.optim, optimizer), lr=0.01))
         strategy = SAFusionStrategy(memory="residual", select_by="gradient", **SPARSE)
-        trainer(strategy, limit_train_batches=2).fit(model, classification())
+        fit(strategy, model, limit_train_batches=2)
         return strategy.cautions
 
     cautions, _ = run_launched(2, run)

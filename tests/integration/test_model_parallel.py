@@ -218,18 +218,25 @@ def test_tensor_parallelism_inside() -> None:
         assert not equal(end[0], end[1])
 
 
-class Two(Sharded):
-    """Two sharded models that take turns."""
+class WithOther(Sharded):
+    """Two sharded models."""
 
     def __init__(self) -> None:
         super().__init__()
         self.other = Layers()
-        self.automatic_optimization = False
 
     def configure_model(self) -> None:
         super().configure_model()
         assert self.device_mesh is not None
         fully_shard(self.other, mesh=self.device_mesh["shard"])
+
+
+class TakingTurns(WithOther):
+    """Each has an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
     def training_step(self, batch_: Any, batch_idx: int) -> None:  # type: ignore[override]
         optimizers: Any = self.optimizers()
@@ -244,7 +251,7 @@ class Two(Sharded):
 
 def test_several_sharded_models() -> None:
     def job(rank: int) -> tuple[list[Tensor], list[int]]:
-        model = Two()
+        model = TakingTurns()
         made = strategy(2, 2)
         run(made, 8, model=model)
         each = [attached.figures() for attached in made.attached]
@@ -323,17 +330,8 @@ def test_a_loss_scaler_changes_nothing() -> None:
     assert run_ranks(2, job) == [(True, 32.0)] * 2
 
 
-class Later(Sharded):
-    """A layer, and a model of its own, are trained from the second epoch on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = Layers()
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        assert self.device_mesh is not None
-        fully_shard(self.other, mesh=self.device_mesh["shard"])
+class Later(WithOther):
+    """A layer of the first, and the other one, are trained from the second epoch on."""
 
     def training_step(self, batch_: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch_, batch_idx)

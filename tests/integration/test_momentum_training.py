@@ -24,9 +24,8 @@ SPARSE: dict[str, Any] = {"density": 0.1, "collective": "allgather"}
 
 
 def adamw(beta1: float) -> TinyClassifier:
-    model = TinyClassifier()
+    model = TinyClassifier(make=lambda params: AdamW(params, 0.01, betas=(beta1, 0.99)))
     model.temperature.requires_grad_(False)  # one element is dense, and keeps its momentum
-    model.configure_optimizers = lambda: AdamW(model.parameters(), 0.01, betas=(beta1, 0.99))  # type: ignore[method-assign]  # another optimizer for this model
     return model
 
 

@@ -131,9 +131,8 @@ def test_muon_gets_running_estimates(caplog: pytest.LogCaptureFixture, tmp_path:
 
 
 def adamw(**options: Any) -> TinyClassifier:
-    model = TinyClassifier()
+    model = TinyClassifier(make=lambda params: AdamW(params, 0.01, **options))
     model.temperature.requires_grad_(False)
-    model.configure_optimizers = lambda: AdamW(model.parameters(), 0.01, **options)  # type: ignore[method-assign]  # another optimizer for this model
     return model
 
 

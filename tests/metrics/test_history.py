@@ -74,9 +74,3 @@ def test_state_goes_through_a_checkpoint(tmp_path: Any) -> None:
     np.testing.assert_array_equal(again.rates(), statistics.rates())
     assert again.rows() == statistics.rows()
     assert again.state_dict()["steps"] == statistics.state_dict()["steps"]
-
-
-@pytest.mark.parametrize("columns", [0, 1, 7])
-def test_an_odd_number_of_columns_is_refused(columns: int) -> None:
-    with pytest.raises(ValueError, match=f"2 or more, got {columns}"):
-        MissingRateStatistics(NAMES, columns)
