@@ -124,10 +124,9 @@ class Attached(AttachedState):
         self.settings = suited(self.settings, plain)
         with during("set-up, when workers make a process group for their gradients"):
             self._transport = TorchTransport(self._model.group, self._timeout)
-        scaler = self._scaler
         try:
             self._choose(plain, self._transport)
-            self._exchange.bind(plain, None if scaler is None else scaler._get_scale_async)
+            self._exchange.bind(plain, self._scaler)
         except BaseException:
             self._leave()
             raise

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -150,13 +151,14 @@ class EngineExchange(GradientExchange):
         """Gradients come from this hook; ``params``: by registration index."""
         self._hook, self._params = hook, list(params)
 
-    def bind(self, optimizers: Sequence[Optimizer], loss_scale: Callable[[], Tensor | None] | None = None) -> None:
+    def bind(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None = None) -> None:
         self._close_switches()
         for optimizer in optimizers:
             refuse_double_momentum(self.settings.memory, optimizer)
         if self._hook is None:
             return
-        self.engine.bind(loss_scale=loss_scale)
+        # the factor as it is on the device: get_scale() would wait for it
+        self.engine.bind(loss_scale=None if scaler is None else scaler._get_scale_async)
         self._hook.watch(optimizers)
         settings = self.settings
         if isinstance(settings.density, SuitedDensity):

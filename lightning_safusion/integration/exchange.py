@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -93,10 +94,8 @@ class GradientExchange:
     def register(self, ddp: DistributedDataParallel) -> None:
         """Registers hooks on the wrapped model. Collective."""
 
-    def bind(self, optimizers: Sequence[Optimizer], loss_scale: Callable[[], Tensor | None] | None = None) -> None:
-        """Ties the exchange to what exists only after the model was wrapped.
-
-        ``loss_scale`` gives the factor of the loss on the device; there is none without a loss scaler.
+    def bind(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None = None) -> None:
+        """Ties the exchange to what exists only after the model was wrapped: optimizers, and what scales the loss.
 
         Raises:
             MisconfigurationException: If the exchange does not go with an optimizer.

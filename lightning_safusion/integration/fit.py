@@ -201,9 +201,7 @@ class Fit:
             if strategy.uneven_inputs != "error":  # a way to have different numbers of batches
                 checked.pop("limit_train_batches")
             check_equal(self.transport, checked)
-        scaler = getattr(strategy.precision_plugin, "scaler", None)
-        # the factor as it is on the device: get_scale() would wait for it
-        self.exchange.bind(strategy.optimizers, None if scaler is None else scaler._get_scale_async)
+        self.exchange.bind(strategy.optimizers, getattr(strategy.precision_plugin, "scaler", None))
 
     # Wrapping again
 
