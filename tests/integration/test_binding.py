@@ -126,30 +126,6 @@ def test_optimizers_may_be_replaced_and_get_groups_in_training() -> None:
         assert all(bypassed == 0 for _, bypassed, _ in steps), "gradients went through dense all-reduces"
 
 
-@pytest.mark.slow
-def test_the_default_density_is_that_of_the_fits_own_optimizers() -> None:
-    class Model(Net):
-        def __init__(self, adam: bool) -> None:
-            super().__init__()
-            self.adam = adam
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            kind: Any = torch.optim.AdamW if self.adam else torch.optim.SGD
-            return kind(self.net.parameters(), 0.01)
-
-    def both(rank: int) -> list[float]:
-        strategy = SAFusionStrategy(collective="allgather")
-        job = trainer(strategy, max_epochs=1)
-        found = []
-        for adam in (True, False):
-            job.fit_loop.max_epochs = job.current_epoch + 1
-            job.fit(Model(adam), classification(128))
-            found.append(strategy.settings.density.lasting())
-        return found
-
-    assert run_launched(2, both)[0] == [0.02, 0.1]
-
-
 def test_who_is_bound() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert untrained(module, []) == []

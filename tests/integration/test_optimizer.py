@@ -206,12 +206,13 @@ def test_the_density_suits_the_optimizers(make: Callable[[Any], Optimizer], expe
     assert default_density(name) == expected  # what "safusion plan" takes
 
 
-def test_of_several_optimizers_the_one_that_needs_most_decides() -> None:
+def test_of_several_optimizers_the_one_that_needs_most_decides_and_none_of_an_earlier_fit() -> None:
     settings = SAFusionStrategy().settings
-    optimizers = [make([nn.Parameter(torch.ones(2))]) for make in (AdamW, RAdam, NAdam)]
     assert isinstance(settings.density, SuitedDensity)
-    suit_density(settings.density, settings.memory, optimizers, compares_updates(settings, optimizers))
-    assert settings.density.density == 0.05
+    for makes, expected in (((AdamW, RAdam, NAdam), 0.05), ((SGD,), 0.1), ((AdamW,), 0.02)):
+        optimizers = [make([nn.Parameter(torch.ones(2))]) for make in makes]
+        suit_density(settings.density, settings.memory, optimizers, compares_updates(settings, optimizers))
+        assert settings.density.density == expected
 
 
 def test_muon_is_refused_where_no_estimates_are_sent_unless_a_density_is_named() -> None:
