@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_safusion.announce import announce, rank_zero_warn
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
-from lightning_safusion.fusion.build import check_equal, fingerprint
+from lightning_safusion.fusion.build import JobTraits, check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
 from lightning_safusion.fusion.state import carried, common_state, restore_carried, restore_common
@@ -159,22 +159,20 @@ class Attached(AttachedState):
             return
         if left:
             announce(describe_untrained(left, automatic=False))
-        exchange = EngineExchange(
+        node = os.environ.get("GROUP_RANK", socket.gethostname())
+        self._exchange = exchange = EngineExchange(
             settings,
             specs,
             self._choice,
             transport,
             next(model.inner.parameters()).device,
-            os.environ.get("GROUP_RANK", socket.gethostname()),
+            JobTraits(node=node, plain_ddp_allowed=model.place[1] == 1, hosts=hosts),  # else each shard would decide
             {"find_unused_parameters": model.find_unused, "static_graph": model.static},
-            automatic=len(optimizers) == 1,
-            replaceable=model.place[1] == 1,  # each shard would decide for itself
-            observers=self._observers,
-            untrained=left,
-            hosts=hosts,
+            len(optimizers) == 1,
+            self._observers,
+            left,
             averages=True,
         )
-        self._exchange = exchange
         model.install(exchange, optimizers)
 
     def _leave(self, reason: str | None = None) -> None:

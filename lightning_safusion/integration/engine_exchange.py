@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,13 +44,11 @@ class EngineExchange(GradientExchange):
         choice: Whether the engine sends everything.
         transport: Communicator of the buffers.
         device: Where gradients live.
-        node: Number or name of the node.
+        traits: Of the job: its node and hosts, and whether plain DDP can take the engine's place. The others follow.
         options: Arguments of DistributedDataParallel.
         automatic: Every tensor gets a gradient on all workers in each step, as in automatic optimization.
-        replaceable: Plain DDP can take the engine's place.
         observers: Get the events of every window.
         untrained: Names and parameters with dense gradients that no optimizer has; they are not among the specs.
-        hosts: Names of the workers' hosts by rank, for messages.
         averages: Average gradients that no optimizer has; else they become 0. Default: unless ``automatic``.
     """
 
@@ -63,13 +61,11 @@ class EngineExchange(GradientExchange):
         choice: Choice,
         transport: Transport,
         device: torch.device,
-        node: Hashable,
+        traits: JobTraits,
         options: Mapping[str, Any],
         automatic: bool,
-        replaceable: bool,
         observers: list[Observer],
         untrained: Sequence[tuple[str, Tensor]] = (),
-        hosts: Sequence[str] = (),
         averages: bool | None = None,
     ) -> None:
         self._choice = choice
@@ -79,34 +75,17 @@ class EngineExchange(GradientExchange):
         self._untrained, self._averages = list(untrained), not automatic if averages is None else averages
         self.switches: list[MomentumSwitch] = []  # of optimizers whose momentum the memory carries
         self._fades = False  # the memory has a momentum
-        if choice.mode is Mode.DENSE_ENGINE:
-            # a checkpoint's residual leaves with the first gradients, then this is plain DDP in all but name
-            announce(f"all gradients and the residual of a checkpoint are sent dense, because {choice.reason}")
-            settings = replace(settings, density=ConstantDensity(1.0))
-            if isinstance(settings.memory, AutoEF21Memory):  # optimizers keep their momentum
-                settings = replace(settings, memory=AutoEF21Memory(0.0))
-        self.settings = settings
+        self.settings = settings = _dense(settings, choice) if choice.mode is Mode.DENSE_ENGINE else settings
         if device.type == "cpu" and not cpu.usable():
             announce("there are no compiled kernels, so NumPy selects; installed with a C compiler it is faster")
         overlap = not options.get("find_unused_parameters")
         # every tensor has a gradient on all ranks in each step: the host need not wait for an exchange
         never_waits = device.type == "cuda" and transport.stream_ordered and automatic
+        deferred = overlap and not self._static_graph and never_waits
+        measure = not torch.are_deterministic_algorithms_enabled()
+        traits = replace(traits, measure=measure, overlap=overlap, deferred=deferred)
         with during("set-up, when workers make their communicators and measure the links between them"):
-            self.engine = build_engine(
-                settings,
-                specs,
-                transport,
-                device,
-                JobTraits(
-                    measure=not torch.are_deterministic_algorithms_enabled(),
-                    overlap=overlap,
-                    deferred=overlap and not self._static_graph and never_waits,
-                    node=node,
-                    plain_ddp_allowed=replaceable,
-                    hosts=hosts,
-                ),
-                announce,
-            )
+            self.engine = build_engine(settings, specs, transport, device, traits, announce)
         if device.type == "cuda":
             for line in missing_on_cuda(settings, self.engine.space.collective, transport):
                 announce(line)
@@ -205,3 +184,12 @@ class EngineExchange(GradientExchange):
             switch.close()
         self.switches = []
         self.engine.space.selector.units = None  # it holds the optimizers
+
+
+def _dense(settings: EngineSettings, choice: Choice) -> EngineSettings:
+    """A checkpoint's residual leaves with the first gradients, then this is plain DDP in all but name."""
+    announce(f"all gradients and the residual of a checkpoint are sent dense, because {choice.reason}")
+    settings = replace(settings, density=ConstantDensity(1.0))
+    if isinstance(settings.memory, AutoEF21Memory):  # optimizers keep their momentum
+        settings = replace(settings, memory=AutoEF21Memory(0.0))
+    return settings

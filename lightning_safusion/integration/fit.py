@@ -18,7 +18,7 @@ from lightning_safusion.announce import announce
 from lightning_safusion.baselines import hook_exchange
 from lightning_safusion.comm.transport.interface import Transport, WorkerLostError, during
 from lightning_safusion.comm.transport.lockstep import Lockstep, OutOfStepError
-from lightning_safusion.fusion.build import check_equal, fingerprint
+from lightning_safusion.fusion.build import JobTraits, check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.state import carried, restore_carried
@@ -172,13 +172,11 @@ class Fit:
             self.choice,
             transport,
             strategy.root_device,
-            strategy.node_rank,
+            JobTraits(node=strategy.node_rank, plain_ddp_allowed=not strategy._over_horovod, hosts=hosts),
             strategy._ddp_kwargs,
-            automatic=automatic,
-            replaceable=not strategy._over_horovod,
-            observers=strategy._observers,
-            untrained=left,
-            hosts=hosts,
+            automatic,
+            strategy._observers,
+            left,
         )
 
     def register(self) -> None:

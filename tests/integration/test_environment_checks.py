@@ -11,6 +11,7 @@ import torch
 
 from lightning_safusion.comm.transport.interface import Transport
 from lightning_safusion.comm.transport.torch_backend import SoloTransport
+from lightning_safusion.fusion.build import JobTraits
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration import engine_exchange
 from lightning_safusion.integration.engine_exchange import EngineExchange
@@ -42,7 +43,7 @@ def test_values_that_hinder_are_named(name: str, values: tuple[str, ...], harmle
 def build(device: torch.device, transport: Transport | None = None, **parts: Any) -> EngineExchange:
     choice, options = Choice(Mode.ENGINE), {"static_graph": False}
     chosen = settings(**({"collective": "allgather"} | parts))
-    return EngineExchange(chosen, specs(), choice, transport or SoloTransport(), device, 0, options, True, True, [])
+    return EngineExchange(chosen, specs(), choice, transport or SoloTransport(), device, JobTraits(), options, True, [])
 
 
 def engine(chosen: EngineSettings, _: Any, transport: Transport, *__: Any, **___: Any) -> Any:
