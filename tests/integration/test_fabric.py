@@ -139,7 +139,6 @@ def test_another_number_of_models_is_said(tmp_path: Path) -> None:
     [
         ({"densty": 0.1}, r"no argument 'densty'.* Did you mean 'density'"),
         ({"system": "powersgd"}, "system='powersgd' works without the engine"),
-        ({"density": 2.0}, "density"),
         ({"mixed_precision": True}, "does not take mixed_precision"),
     ],
 )
