@@ -65,9 +65,9 @@ class SAFusionStrategy(EngineReadings, MeetingStrategy, DDPStrategy):
             installed one, or a ``Sparsifier``.
         density: Share of the elements to send, in (0, 1], or a ``DensitySchedule``. None, with ``memory="auto"``: 0.02
             with Adam, AdamW, NAdam, RMSprop, Adagrad and Adafactor, 0.05 with RAdam, 0.1 with SGD and schedule-free
-            optimizers, 0.25 with Lion and others with a momentum, 0.72 with Muon. With ``memory="auto"`` the
-            first steps send more (:class:`~lightning_safusion.sparsify.schedule.Opening`), unless it is a
-            ``DensitySchedule``.
+            optimizers, 0.25 with Lion and others with a momentum, 0.72 with Muon. With ``memory="auto"``,
+            and where elements are compared by update, the first steps send more
+            (:class:`~lightning_safusion.sparsify.schedule.Opening`), unless it is a ``DensitySchedule``.
         system: A scheme by name; ``safusion systems`` lists and explains them all. ``"saf-pooled"``, the default, is
             SAFusion with four bits per value, ``quota="auto"``, ``memory="auto"`` and ``select_by="auto"``. Its quota
             rule and wire format change where another argument needs it.
