@@ -116,21 +116,13 @@ class _CLI(LightningCLI):
 
 @dataclass
 class Job:
-    """A job that is parsed, and built later: then every process has been started.
+    """A job that is parsed, and built later: then every process has been started."""
 
-    Args:
-        trainer: Arguments of the Trainer, without those that a benchmark has of its own.
-        strategy: The user's, which has never been used.
-        group: Arguments of DDPStrategy that the process group is made with: the user's.
-        left_out: What the benchmark leaves out, in words.
-        content: The user's file; empty without one.
-    """
-
-    trainer: dict[str, Any]
-    strategy: DDPStrategy | SAFusionModelParallelStrategy
-    group: dict[str, Any]
-    left_out: list[str]
-    content: dict[str, Any]
+    trainer: dict[str, Any]  # arguments of the Trainer, without those that a benchmark has of its own
+    strategy: DDPStrategy | SAFusionModelParallelStrategy  # the user's, which has never been used
+    group: dict[str, Any]  # arguments of DDPStrategy that the process group is made with: the user's
+    left_out: list[str]  # what the benchmark leaves out, in words
+    content: dict[str, Any]  # the user's file; empty without one
     _cli: _CLI
     callbacks: list[Callback] = field(default_factory=list)
 

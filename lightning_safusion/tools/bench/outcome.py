@@ -27,15 +27,14 @@ from lightning_safusion.tools.tables import RowName, plain_table
 
 @dataclass(frozen=True)
 class JobConditions:
-    """What was measured. ``job``: name of the user's module; ``device``: of the first process; ``parameters``: elements
-    whose gradients are exchanged; ``replicas``: of a model that is sharded inside of them, None with DDP."""
+    """What was measured."""
 
-    job: str
+    job: str  # name of the user's module
     workers: int
     machines: int
-    device: str
-    parameters: int
-    replicas: int | None = None
+    device: str  # of the first process
+    parameters: int  # elements whose gradients are exchanged
+    replicas: int | None = None  # of a model that is sharded inside of them; None with DDP
 
     @property
     def own(self) -> float:

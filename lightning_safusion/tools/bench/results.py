@@ -24,31 +24,20 @@ _COLORS = {FLOOR: "#4878b0", IN_STEP: "#86a8cf", "ddp": "#8a8a8a"}
 
 @dataclass
 class Turned:
-    """What one worker has measured in a turn: plain values.
+    """What one worker has measured in a turn: plain values."""
 
-    Args:
-        steps: Seconds of each step that counts, and of the one before them: without loading, until the device is done.
-        loading: Seconds of loading before each of them.
-        samples: Of this worker in the latest step; None where Lightning does not find it.
-        peak_bytes: Most memory: allocated by torch on a CUDA device, else resident; None where the system does not say.
-        figures: Of the last step, from the strategy's report; empty where it has none.
-        plan: Buffers of the plan in use, as ``Plan.to_list`` has them; None where DDP exchanges.
-        density: Share that the strategy sends in the long run; None where there is none.
-        optimizers: Names of their classes.
-        cautions: What the strategy knows to cost accuracy.
-        wire_bytes: That its device has sent per step, headers included; None where that is not counted.
-    """
-
+    # seconds of each step that counts, and of the one before them: without loading, until the device is done
     steps: list[float] = field(default_factory=list)
-    loading: list[float] = field(default_factory=list)
-    samples: int | None = None
+    loading: list[float] = field(default_factory=list)  # seconds of loading before each of them
+    samples: int | None = None  # of this worker in the latest step; None where Lightning does not find it
+    # most memory: allocated by torch on a CUDA device, else resident; None where the system does not say
     peak_bytes: int | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
-    plan: list[list[Any]] | None = None
-    density: float | None = None
-    optimizers: list[str] = field(default_factory=list)
-    cautions: list[str] = field(default_factory=list)
-    wire_bytes: float | None = None
+    figures: dict[str, Any] = field(default_factory=dict)  # of the last step, from the strategy's report, if it has one
+    plan: list[list[Any]] | None = None  # buffers in use, as Plan.to_list has them; None where DDP exchanges
+    density: float | None = None  # share that the strategy sends in the long run; None where there is none
+    optimizers: list[str] = field(default_factory=list)  # names of their classes
+    cautions: list[str] = field(default_factory=list)  # what the strategy knows to cost accuracy
+    wire_bytes: float | None = None  # that its device has sent per step, with headers; None where that is not counted
 
 
 #: Of each row the turns of each round, by rank.
@@ -57,45 +46,26 @@ Rounds = Mapping[str, Sequence[Sequence[Turned]]]
 
 @dataclass(frozen=True)
 class SystemFigures:
-    """One system under the conditions of one table; times in seconds.
-
-    Args:
-        system: Its name.
-        step_s: Median step.
-        low_s: Lower quartile.
-        high_s: Upper quartile.
-        over_floor: Median step over that of the floor.
-        over_ddp: Median step over DDP's.
-        exposed_s: What the step takes longer than the floor, less selection and decoding: waiting for the exchange, and
-            what the exchange takes away from the computation.
-        awaited_s: Seconds for which the backward pass waited for exchanges, by the engine's own clock; None for DDP.
-        select_s: Compensation, selection and packing; None for DDP.
-        decode_s: Decoding; None for DDP.
-        bytes_sent: Bytes that a worker hands to its collectives in a step; None for DDP.
-        wire_bytes: Bytes that its device has sent per step, headers and acknowledgements included; None on the
-            loopback.
-        density: Share of the elements that was sent; None for DDP.
-        buffers: Collectives of a step; None for DDP.
-        peak_bytes: Largest resident set of a worker, torch itself and this package included.
-        plain_ddp: Why plain DDP took the engine's place; None if it did not.
-    """
+    """One system under the conditions of one table; times in seconds. None for DDP is what only an engine measures."""
 
     system: str
-    step_s: float
-    low_s: float
-    high_s: float
-    over_floor: float
-    over_ddp: float
+    step_s: float  # median
+    low_s: float  # lower quartile
+    high_s: float  # upper quartile
+    over_floor: float  # median step over that of the floor
+    over_ddp: float  # median step over DDP's
+    # what the step takes longer than the floor, less selection and decoding: waiting for the exchange, and what the
+    # exchange takes away from the computation
     exposed_s: float
-    awaited_s: float | None
-    select_s: float | None
+    awaited_s: float | None  # for which the backward pass waited for exchanges, by the engine's own clock
+    select_s: float | None  # compensation, selection and packing
     decode_s: float | None
-    bytes_sent: float | None
-    wire_bytes: float | None
-    density: float | None
-    buffers: float | None
-    peak_bytes: float
-    plain_ddp: str | None
+    bytes_sent: float | None  # that a worker hands to its collectives in a step
+    wire_bytes: float | None  # that its device sent per step, headers and acknowledgements too; None on the loopback
+    density: float | None  # share of the elements that was sent
+    buffers: float | None  # collectives of a step
+    peak_bytes: float  # largest resident set of a worker, torch itself and this package included
+    plain_ddp: str | None  # why plain DDP took the engine's place; None if it did not
 
     @property
     def by_ddp(self) -> bool:

@@ -50,36 +50,24 @@ class CollectiveTimes:
 class Calibration:
     """All costs of a group.
 
-    Args:
-        workers: In the group.
-        allgather: By the bytes of one worker's message.
-        allreduce: By the bytes of the buffer.
-        entry_bytes: Bytes of an entry on the wire.
-        select: Selection, packing and launch of a buffer on a worker's processors, and what its decoding takes whatever
-            its size; None where accelerators do the work, as ``decode``: seconds of an entry that is decoded.
-        jitter: Relative standard deviation of a worker's step without any exchange.
-        source: How they were measured, in words.
-        nodes: Machines of the group; None in files that do not say.
-        per_node: Workers on each; None with ``nodes``.
-        device: Of :data:`~lightning_safusion.tools.plan.device.DEVICES`: the one that the workers had, or its like;
-            None where that is not known, and on CPUs.
-
     Raises:
         ValueError: If there are fewer than two workers, nodes and workers on each do not make as many, or a number is
             negative or not finite.
     """
 
     workers: int
-    allgather: CollectiveTimes
-    allreduce: CollectiveTimes
-    entry_bytes: float
+    allgather: CollectiveTimes  # by the bytes of one worker's message
+    allreduce: CollectiveTimes  # by the bytes of the buffer
+    entry_bytes: float  # on the wire
+    # selection, packing and launch of a buffer on a worker's processors, and what its decoding takes whatever its size;
+    # None where accelerators do the work
     select: SelectionCost | None = None
-    decode: float | None = None
-    jitter: float = 0.0
-    source: str = ""
-    nodes: int | None = None
-    per_node: int | None = None
-    device: str | None = None
+    decode: float | None = None  # seconds of an entry that is decoded; None with ``select``
+    jitter: float = 0.0  # relative standard deviation of a worker's step without any exchange
+    source: str = ""  # how they were measured, in words
+    nodes: int | None = None  # machines; None in files that do not say
+    per_node: int | None = None  # workers on each; None with ``nodes``
+    device: str | None = None  # of DEVICES: that of the workers, or its like; None where it is not known, and on CPUs
 
     def __post_init__(self) -> None:
         if self.workers < 2:

@@ -39,12 +39,11 @@ _HOST_MEMORY = 8e9
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """The cost of one collective: seconds on the link, bytes that one worker receives, and bytes that enter one node
-    through its network card."""
+    """The cost of one collective."""
 
-    seconds: float = 0.0
-    nbytes: float = 0.0
-    node_bytes: float = 0.0
+    seconds: float = 0.0  # on the link
+    nbytes: float = 0.0  # that one worker receives
+    node_bytes: float = 0.0  # that enter one node through its network card
 
     def __add__(self, other: CollectiveCost) -> CollectiveCost:
         """One after the other."""
@@ -55,32 +54,22 @@ class CollectiveCost:
 class Cluster:
     """Nodes of equally many workers.
 
-    Args:
-        nodes: Nodes (N).
-        gpus_per_node: Workers in each (g).
-        inter: Link of one node, shared by its workers.
-        intra: Link of one worker inside its node.
-        device: Local work.
-        jitter: Relative standard deviation of computing times: of a worker in an iteration, and of each of its
-            gradients.
-        seed: Of the jitter.
-        measured: ``"allgather"`` by the bytes of a message and ``"allreduce"`` by those of the buffer, in place of the
-            formulas.
-        shards: Shards of a model, which as many workers of a node have. The workers that are counted here have the same
-            shard; those of all shards exchange at once, and share the cards. None: models are whole.
-
     Raises:
         ValueError: If there is no worker or no shard, or the jitter is negative.
     """
 
-    nodes: int
-    gpus_per_node: int = 1
-    inter: Link = LINKS["25gbit"]
-    intra: Link = NVLINK
+    nodes: int  # N
+    gpus_per_node: int = 1  # workers in each (g)
+    inter: Link = LINKS["25gbit"]  # of one node, shared by its workers
+    intra: Link = NVLINK  # of one worker inside its node
     device: Device = DEVICES["a100"]
+    # relative standard deviation of computing times: of a worker in an iteration, and of each of its gradients
     jitter: float = 0.0
-    seed: int = 0
+    seed: int = 0  # of the jitter
+    # "allgather" by the bytes of a message and "allreduce" by those of the buffer, in place of the formulas
     measured: Mapping[str, CollectiveTimes] = field(default_factory=dict)
+    # of a model, which as many workers of a node have. The workers that are counted here have the same shard; those of
+    # all shards exchange at once, and share the cards. None: models are whole
     shards: int | None = None
 
     def __post_init__(self) -> None:

@@ -22,36 +22,26 @@ class Device:
     """The speeds by which counted work becomes seconds. A file has the fields below up to ``source``; those that have a
     default may be missing.
 
-    Args:
-        name: As its driver calls it.
-        memory: Bytes per second of its memory, read and written, as a long copy reaches them.
-        launch: Seconds between the beginnings of two short kernels that follow each other on a stream.
-        instructions: Instructions per second of the whole device, each counted once for every thread: 32 for a warp.
-        pcie: Bytes per second between device and host.
-        factors: By the names of :data:`~lightning_safusion.tools.plan.work.STAGES`: measured seconds of a stage, its
-            launches taken off, over those that its bytes and instructions say. 1 where there is none.
-        source: Where the numbers are from, in words.
-        selection: Time of one selection, packing included, in place of what the counted work says: published times.
-        decode: Seconds per entry that is added up after an exchange, in place of what the counted work says.
-        published: These two are published times: decoding is part of an exchange. Else they were measured on
-            processors, which decode when the backward pass has ended.
-        cpu: One selection on the host.
-
     Raises:
         ValueError: If a speed is not positive and finite, a time or factor is negative, or a stage is unknown.
     """
 
-    name: str
-    memory: float
-    launch: float
-    instructions: float
-    pcie: float = 12e9
+    name: str  # as its driver calls it
+    memory: float  # bytes per second, read and written, as a long copy reaches them
+    launch: float  # seconds between the beginnings of two short kernels that follow each other on a stream
+    instructions: float  # per second of the whole device, each counted once for every thread: 32 for a warp
+    pcie: float = 12e9  # bytes per second between device and host
+    # by the names of STAGES: measured seconds of a stage, its launches taken off, over those that its bytes and
+    # instructions say; 1 where there is none
     factors: Mapping[str, float] = field(default_factory=dict)
-    source: str = ""
+    source: str = ""  # where the numbers are from, in words
+    # in place of what the counted work says: one selection with packing, and seconds per entry that is added up
     selection: SelectionCost | None = None
     decode: float | None = None
+    # these two are published times: decoding is part of an exchange. Else they were measured on processors, which
+    # decode when the backward pass has ended
     published: bool = False
-    cpu: SelectionCost = SelectionCost(100e-6, 1.0e-9)
+    cpu: SelectionCost = SelectionCost(100e-6, 1.0e-9)  # of one selection on the host
 
     def __post_init__(self) -> None:
         for what in ("memory", "instructions", "pcie"):

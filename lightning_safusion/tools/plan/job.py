@@ -27,29 +27,20 @@ _WINDOWS = 11
 class Job:
     """The common ground of all systems that are compared.
 
-    Args:
-        trace: The job.
-        cluster: Where it runs.
-        density: Share of the elements that is sent, in (0, 1].
-        entry_bytes: Bytes of a sent entry on the wire, position included.
-        path: From gradients to means on a device.
-        by_update: Elements are compared by how far the optimizer would move them.
-        segmented: Selection before fusion in one call per buffer, with a quota for each tensor, as this package does
-            it; else one call per tensor, as the papers describe it.
-        dense_below: Tensors of fewer elements are dense.
-
     Raises:
         ValueError: If the density is outside (0, 1], or an entry has no bytes.
     """
 
     trace: Trace
     cluster: Cluster
-    density: float = 0.01
-    entry_bytes: float = 6.0
-    path: Path = TorchOperations()
-    by_update: bool = False
+    density: float = 0.01  # share of the elements that is sent
+    entry_bytes: float = 6.0  # of a sent entry on the wire, position included
+    path: Path = TorchOperations()  # from gradients to means on a device
+    by_update: bool = False  # elements are compared by how far the optimizer would move them
+    # selection before fusion in one call per buffer, with a quota for each tensor, as this package does it; else one
+    # call per tensor, as the papers describe it
     segmented: bool = True
-    dense_below: int = 0
+    dense_below: int = 0  # tensors of fewer elements are dense
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:

@@ -18,23 +18,14 @@ from lightning_safusion.tools.plan.rows import SimulatedRow, simulated_row
 
 @dataclass(frozen=True)
 class Models:
-    """What predictions say of a job, by where its model is.
+    """What predictions say of a job, by where its model is."""
 
-    Args:
-        dense: What exchanges all of every gradient, in words.
-        baseline: All rows are compared with this dense exchange in bf16, which needs no other package.
-        default: The row of the default system.
-        strategy: Class that trains with the recommended settings.
-        compared: Rows that are compared where none are named.
-        cautions: What is to be said before what is known of accuracy.
-    """
-
-    dense: str
-    baseline: str
-    default: str
-    strategy: str
-    compared: tuple[str, ...]
-    cautions: tuple[str, ...] = ()
+    dense: str  # what exchanges all of every gradient, in words
+    baseline: str  # all rows are compared with this dense exchange in bf16, which needs no other package
+    default: str  # the row of the default system
+    strategy: str  # class that trains with the recommended settings
+    compared: tuple[str, ...]  # rows that are compared where none are named
+    cautions: tuple[str, ...] = ()  # what is to be said before what is known of accuracy
 
     def row(self, name: str) -> SimulatedRow:
         """Reads one row; a ValueError names one that there is not, or not of these models."""

@@ -70,15 +70,10 @@ class Path(ABC):
 
 @dataclass(frozen=True)
 class FusedKernels(Path):
-    """The kernels of whole buffers.
+    """The kernels of whole buffers. ``"topk"`` is all theirs. In PyTorch's operations ``"gaussiank"`` estimates a
+    threshold, and others choose elements: those of ``"randomk"``, or of ``"topk"``."""
 
-    Args:
-        bits: Of a value in a message.
-        compressor: ``"topk"`` is all theirs. In PyTorch's operations ``"gaussiank"`` estimates a threshold, and others
-            choose elements: those of ``"randomk"``, or of ``"topk"``.
-    """
-
-    bits: int = 4
+    bits: int = 4  # of a value in a message
     compressor: str = "topk"
     end = fused.END
 
@@ -102,19 +97,12 @@ class FusedKernels(Path):
 @dataclass(frozen=True)
 class FusedShards(Path):
     """The same kernels where all tensors of a buffer are cut into a piece for each worker, which owns it: it adds up
-    what it receives, and selects from the sums.
+    what it receives, and selects from the sums."""
 
-    Args:
-        workers: Each owns a shard.
-        scattered: Entries that a worker selects, for each of its quota; those of its own shard are not sent.
-        gathered: Entries that all owners deliver, for each of the quota.
-        bits: Of a value in a message.
-    """
-
-    workers: int
-    scattered: float
-    gathered: float
-    bits: int = 4
+    workers: int  # each owns a shard
+    scattered: float  # entries that a worker selects, for each of its quota; those of its own shard are not sent
+    gathered: float  # entries that all owners deliver, for each of the quota
+    bits: int = 4  # of a value in a message
     end = fused.END
 
     def _part(self, span: Span, shards: int, entries: float, messages: int = 1) -> Span:

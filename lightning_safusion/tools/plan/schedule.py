@@ -11,27 +11,19 @@ from lightning_safusion.tools.plan.cluster import CollectiveCost
 
 @dataclass(frozen=True)
 class Message:
-    """One collective.
+    """One collective; times in seconds."""
 
-    Args:
-        tensors: Places of its tensors; it leaves after the last of them. Without tensors it leaves before the forward
-            pass and is awaited after the backward pass (elastic averaging).
-        cost: Time and bytes on the link.
-        select: Seconds of selection on the compute stream when its last tensor is ready.
-        decode: Seconds in which what has arrived is added up, and the worker computes nothing else; without tensors, of
-            computation after the backward pass.
-        commit: Seconds of taking what was sent out of the residual, when all messages are there.
-        settle: Second phase, which runs during the next forward pass (DeAR).
-        collectives: Collectives that it counts for.
-    """
-
+    # places of its tensors; it leaves after the last of them. Without tensors it leaves before the forward pass and is
+    # awaited after the backward pass (elastic averaging)
     tensors: Sequence[int]
     cost: CollectiveCost
-    select: float = 0.0
+    select: float = 0.0  # selection on the compute stream when its last tensor is ready
+    # what has arrived is added up, and the worker computes nothing else; without tensors, computation after the
+    # backward pass
     decode: float = 0.0
-    commit: float = 0.0
-    settle: CollectiveCost | None = None
-    collectives: int = 1
+    commit: float = 0.0  # taking what was sent out of the residual, when all messages are there
+    settle: CollectiveCost | None = None  # second phase, which runs during the next forward pass (DeAR)
+    collectives: int = 1  # that it counts for
 
     @property
     def last(self) -> int:
@@ -42,59 +34,37 @@ class Message:
 @dataclass(frozen=True)
 class Timer:
     """Tensors that are ready on all workers at a tick of the clock are fused and sent (Horovod), by a thread that waits
-    for the exchange; the next tick comes after that.
+    for the exchange; the next tick comes after that."""
 
-    Args:
-        message: ``places -> message`` of the tensors at those places.
-        nbytes: Bytes that each tensor adds to a fused buffer, over all workers where it is gathered [L].
-        policy: Its cycle, and the largest buffer.
-        negotiate: Seconds that a tick with tensors in the queue spends on agreement.
-        launch: Seconds of the background thread for each buffer.
-    """
-
-    message: Callable[[Sequence[int]], Message]
-    nbytes: Sequence[float]
-    policy: Horovod
-    negotiate: float = 0.3e-3
-    launch: float = 50e-6
+    message: Callable[[Sequence[int]], Message]  # of the tensors at these places
+    nbytes: Sequence[float]  # that each tensor adds to a fused buffer, over all workers where it is gathered [L]
+    policy: Horovod  # its cycle, and the largest buffer
+    negotiate: float = 0.3e-3  # seconds that a tick with tensors in the queue spends on agreement
+    launch: float = 50e-6  # seconds of the background thread for each buffer
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Buffers of a fixed capacity that every worker fills at its own pace (SAFusion, naive system).
+    """Buffers of a fixed capacity that every worker fills at its own pace (SAFusion, naive system)."""
 
-    Args:
-        entries: Mean entries that each tensor keeps [L].
-        capacity: Entries that a buffer holds.
-        message: One round with full buffers.
-        spread: Relative standard deviation of the entries that a worker keeps of a tensor: thresholds are estimated.
-    """
-
-    entries: Sequence[float]
-    capacity: float
-    message: Message
+    entries: Sequence[float]  # mean of those that each tensor keeps [L]
+    capacity: float  # entries that a buffer holds
+    message: Message  # one round with full buffers
+    # relative standard deviation of the entries that a worker keeps of a tensor: thresholds are estimated
     spread: float = 0.3
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The plan of an iteration under one system.
+    """The plan of an iteration under one system; times in seconds."""
 
-    Args:
-        launch: Messages that are known before the iteration, the same on all workers; several may carry parts of one
-            tensor. Otherwise the rule by which they leave.
-        select: Seconds of selection from each tensor on the compute stream [L]; empty: none.
-        host_select: Seconds of selection from each tensor on the host; 0 for tensors that stay on the device [L];
-            empty: none.
-        engine: This package's engine sees every gradient, and drains at the end; else DDP has another hook.
-        end: Seconds that the device ends a window in, whatever its messages.
-    """
-
+    # messages that are known before the iteration, the same on all workers; several may carry parts of one tensor.
+    # Otherwise the rule by which they leave
     launch: Sequence[Message] | Timer | Stream
-    select: Sequence[float] = ()
-    host_select: Sequence[float] = ()
-    engine: bool = True
-    end: float = 0.0
+    select: Sequence[float] = ()  # selection from each tensor on the compute stream [L]; empty: none
+    host_select: Sequence[float] = ()  # the same on the host; 0 for tensors that stay on the device [L]; empty: none
+    engine: bool = True  # this package's engine sees every gradient, and drains at the end; else DDP has another hook
+    end: float = 0.0  # in which the device ends a window, whatever its messages
 
     @property
     def messages(self) -> list[Message]:
@@ -105,30 +75,19 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Iteration:
-    """The result of one iteration.
+    """The result of one iteration; times in seconds."""
 
-    Args:
-        seconds: The whole iteration.
-        compute: Forward, backward and optimizer of the trace alone.
-        select: Selection on the compute stream.
-        device: Selection, packing, decoding and the end of the window: all seconds in which a worker does what it would
-            not do without an exchange.
-        nbytes: Bytes that one worker receives.
-        node_bytes: Bytes that enter one node.
-        collectives: Collectives.
-        waited: Seconds that the mean worker waits for the slowest one before collectives can begin, summed over them.
-        first_busy: Place of the first tensor after the last moment at which the link waited for a gradient.
-    """
-
-    seconds: float
-    compute: float
-    select: float
+    seconds: float  # all of it
+    compute: float  # forward, backward and optimizer of the trace alone
+    select: float  # selection on the compute stream
+    # selection, packing, decoding and the end of the window: in which a worker does what it would not do without an
+    # exchange
     device: float
-    nbytes: float
-    node_bytes: float
+    nbytes: float  # that one worker receives
+    node_bytes: float  # that enter one node
     collectives: int
-    waited: float
-    first_busy: int = 0
+    waited: float  # that the mean worker waits for the slowest one before collectives can begin, summed over them
+    first_busy: int = 0  # place of the first tensor after the last moment at which the link waited for a gradient
 
     @property
     def exposed(self) -> float:

@@ -26,12 +26,11 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Work:
-    """What a stage costs: kernels that are started, bytes that move between the device and its memory, instructions,
-    each counted once for every thread."""
+    """What a stage costs."""
 
-    launches: float = 0.0
-    nbytes: float = 0.0
-    instructions: float = 0.0
+    launches: float = 0.0  # kernels that are started
+    nbytes: float = 0.0  # that move between the device and its memory
+    instructions: float = 0.0  # each counted once for every thread
 
     def __add__(self, other: Work) -> Work:
         """Both."""
@@ -39,20 +38,14 @@ class Work:
 
 
 class Loop(NamedTuple):
-    """Compiled code of a kernel for compute capability 9.0: the longer of what Triton 3.6 and 3.9 make.
+    """Compiled code of a kernel for compute capability 9.0: the longer of what Triton 3.6 and 3.9 make."""
 
-    Args:
-        length: Instructions of its longest loop that has no other in it, which all threads of a program run; of
-            ``"write"``, which looks through regions in a loop, those of all loops.
-        once: Those in no loop, which each program runs once, or not where a branch leads past them.
-        threads: Of a program.
-        items: Elements, entries (pack: of a program) or bits that all threads treat in a pass of the loop.
-    """
-
+    # instructions of its longest loop that has no other in it, which all threads of a program run; of "write", which
+    # looks through regions in a loop, those of all loops
     length: int
-    once: int
-    threads: int
-    items: int
+    once: int  # instructions in no loop, which each program runs once, or not where a branch leads past them
+    threads: int  # of a program
+    items: int  # elements, entries (pack: of a program) or bits that all threads treat in a pass of the loop
 
     def instructions(self, items: float, programs: float) -> float:
         """Of so many items, cut evenly among programs."""
@@ -97,25 +90,15 @@ _ENTRY, _PART = 8, 128
 
 @dataclass(frozen=True)
 class Span:
-    """A buffer.
-
-    Args:
-        elements: In it.
-        entries: That it sends.
-        tensors: In it, or pieces of them.
-        by_update: Elements are compared by how far the optimizer would move them.
-        pooled: Its tensors share a part of their quotas.
-        messages: Among which its entries are divided.
-        bits: Of a value in a message; those of 4 have scales.
-    """
+    """A buffer."""
 
     elements: float
-    entries: float
-    tensors: float = 1
-    by_update: bool = False
-    pooled: bool = False
-    messages: int = 1
-    bits: int = 4
+    entries: float  # that it sends
+    tensors: float = 1  # in it, or pieces of them
+    by_update: bool = False  # elements are compared by how far the optimizer would move them
+    pooled: bool = False  # its tensors share a part of their quotas
+    messages: int = 1  # among which its entries are divided
+    bits: int = 4  # of a value in a message; those of 4 have scales
 
     @property
     def low_bits(self) -> int:
