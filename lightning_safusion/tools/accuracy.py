@@ -88,15 +88,9 @@ def faster_row(system: str, time: str, known_as: str | None = None, dense: str =
 def known_accuracy(
     system: str, density: float | None, optimizers: Sequence[str], cautions: Sequence[str] = (), workers: int = 2
 ) -> str:
-    """What is known about the accuracy of a system with these optimizers, in a sentence or two.
-
-    Args:
-        system: Its name.
-        density: Share of the elements that is sent in the long run; None where there is none.
-        optimizers: Named as for :func:`default_density`.
-        cautions: What the strategy itself warns of.
-        workers: That train.
-    """
+    """What is known about the accuracy of a system with these optimizers (named as for :func:`default_density`), in a
+    sentence or two. ``density``: share that is sent in the long run, None where there is none; ``cautions``: what the
+    strategy itself warns of."""
     if system in _HOOKS:
         return f"{_HOOKS[system]} ({_SOURCE})."
     words, measured = [f"{caution}." for caution in cautions], False

@@ -51,12 +51,6 @@ class Recorded:
     trace: Trace
     costs: Calibration
 
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster that the job ran on, without jitter."""
-        nodes, per_node = self.costs.placed or (self.costs.workers, 1)
-        return Cluster.calibrated(self.costs, nodes, per_node, jitter=0.0, device=DEVICES[self.costs.device or "a100"])
-
 
 class _CostRecorder(Callback):
     """What selection and decoding take of the processors, as the planner agrees on it."""
@@ -96,15 +90,8 @@ class _CostRecorder(Callback):
 def record(
     bench: Bench, make: Callable[[str], Any], place: tuple[int, int], accumulated: int, tick: Callable[[], None]
 ) -> Recorded | None:
-    """Records a job, its trace and its costs; None on all processes but the first. Collective.
-
-    Args:
-        bench: The job.
-        make: A new strategy for a row.
-        place: Machines, and workers on each.
-        accumulated: Batches of a step.
-        tick: Called after every step.
-    """
+    """Records a job, its trace and its costs; None on all processes but the first. Collective. ``make``: a strategy
+    for a row; ``place``: machines, and workers on each; ``accumulated``: batches of a step; ``tick``: after a step."""
     recorder, costs, meeting = TraceRecorder(None, _TRACED, _SKIPPED), _CostRecorder(), bench.meeting
     steps = _SKIPPED + _TRACED + 2
     bench.turn(f"{_ROW} recorded", make(_ROW), 0, steps, tick, recorder, costs, accumulated=False)
@@ -168,8 +155,10 @@ def turning_point(
         Bits per second, None where the system is faster at no bandwidth (infinite where it is at all); and what the
         link carries by the calibration, None where that is not measurable.
     """
-    beta = recorded.costs.link.beta
-    job = SimulatedJob(recorded.trace, recorded.cluster, density or 1.0, _ENTRY_BYTES)
+    costs = recorded.costs
+    beta, (nodes, per_node) = costs.link.beta, costs.placed or (costs.workers, 1)
+    cluster = Cluster.calibrated(costs, nodes, per_node, jitter=0.0, device=DEVICES[costs.device or "a100"])
+    job = SimulatedJob(recorded.trace, cluster, density or 1.0, _ENTRY_BYTES)
     rate = 1e9 * break_even(job, system, baseline)
     return rate or None, 8 / beta if beta else None
 

@@ -36,11 +36,6 @@ class JobConditions:
     parameters: int  # elements whose gradients are exchanged
     replicas: int | None = None  # of a model that is sharded inside of them; None with DDP
 
-    @property
-    def own(self) -> float:
-        """Elements whose gradients a worker exchanges."""
-        return self.parameters * (self.replicas or self.workers) / self.workers
-
     def named(self, text: str) -> str:
         """A text about rows, with their names in this job."""
         return text if self.replicas is None else sharded_names(text)
@@ -64,15 +59,8 @@ def write(
     output: Path,
     console: Console,
 ) -> None:
-    """Prints table and verdict, and writes all files.
-
-    Args:
-        conditions: Of the measurement.
-        turns: All that was measured.
-        failures: Rows that are left out, and why.
-        recorded: Trace and costs; or why there are none.
-        job, output, console: The user's; a folder; what shows the table.
-    """
+    """Prints table and verdict, and writes all files. ``turns``: all that was measured; ``failures``: why rows are left
+    out; ``recorded``: trace and costs, or why there are none."""
     named = conditions.named
     for row, reason in failures.items():
         console.print(literal(f"{named(row)} {'has failed later' if row in turns else 'is left out'}: {reason}"))
@@ -129,6 +117,7 @@ def _write_figures(
 def table_of(figures: Sequence[SystemFigures], conditions: JobConditions) -> Table:
     """A line for each row."""
     dense = conditions.named("ddp")
+    own = conditions.parameters * (conditions.replicas or conditions.workers) / conditions.workers  # of a worker
     ddp = next(row for row in figures if row.system == dense)
     table = plain_table(
         conditions.title,
@@ -139,7 +128,7 @@ def table_of(figures: Sequence[SystemFigures], conditions: JobConditions) -> Tab
         ("step\nms", "quartiles\nms", "over\nfloor", f"times as fast\nas {dense}", "sent", "memory\nMB"),
     )
     for row in figures:
-        share = None if row.bytes_sent is None else row.bytes_sent / (4 * conditions.own)
+        share = None if row.bytes_sent is None else row.bytes_sent / (4 * own)
         sent = "all" if sends_all(row) else "" if share is None else f"{share:.2%}"
         table.add_row(
             RowName(row.system, after=f" (plain {dense})" * row.by_ddp),

@@ -71,15 +71,8 @@ def judge(
     compared: str,
     rival: str,
 ) -> Verdict:
-    """The answer in plain words.
-
-    Args:
-        figures: Of all rows; the floor and DDP are among them.
-        rounds: What they were made of.
-        point: See :func:`~lightning_safusion.tools.bench.forecast.turning_point`; None if nothing was simulated.
-        compared: The sparse row that was simulated.
-        rival: The dense one.
-    """
+    """The answer in plain words. ``point``: of :func:`~lightning_safusion.tools.bench.forecast.turning_point`, for the
+    sparse row ``compared`` and a dense one, ``rival``; None if nothing was simulated."""
     best, baseline = decide(figures, rounds)
     known = {each.system: each for each in figures}
     floor = known[FLOOR].step_s if FLOOR in known else baseline.step_s

@@ -143,17 +143,8 @@ def _settings(models: Models, arguments: dict[str, Any]) -> dict[str, Any]:
 def sweep_table(
     job: Job, systems: Sequence[str], over: Mapping[str, Sequence[Any]], begin: Callable[[str], object] = str
 ) -> list[dict[str, Any]]:
-    """The table for every combination of values.
-
-    Args:
-        job: The job, with the values that do not vary.
-        systems: As of :func:`plan_table`.
-        over: Values of ``"bandwidth"``, ``"density"`` (of rows that have none of their own) and ``"nodes"``.
-        begin: As of :func:`plan_table`.
-
-    Returns:
-        A flat record per combination and system: of the combination, and of the :class:`PlanRow`.
-    """
+    """:func:`plan_table` for every combination of values: a flat record for each combination and system, of both.
+    ``over``: values of ``"bandwidth"``, ``"density"`` (of rows that have none of their own) and ``"nodes"``."""
     records = []
     for values in product(*over.values()):
         point = dict(zip(over, values, strict=True))

@@ -117,12 +117,8 @@ def _message(job: Job, place: int, option: Option) -> Message:
 
 def ssfusion(job: Job, offload: bool, interleaved: bool) -> Schedule:
     """SSFusion: in each buffer, tensors up to a size are dense, and the others have a lower density for it.
-
-    Args:
-        job: The job.
-        offload: Select on the host whenever it is free (SSFusion-O).
-        interleaved: Dense tensors by all-reduce (SSFusion-I); else all in one all-gather.
-    """
+    ``offload``: the host selects whenever it is free (SSFusion-O); ``interleaved``: dense tensors by all-reduce
+    (SSFusion-I), else all in one all-gather."""
     total = len(job.numels)
     size = max(1, total // _SSFUSION_BUFFERS)
     messages: list[Message] = []
