@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -29,13 +28,9 @@ from lightning_safusion.tools.plan.cluster import Cluster, CollectiveCost
 from lightning_safusion.tools.plan.job import Job
 from lightning_safusion.tools.plan.schedule import Message, Schedule, Stream
 from lightning_safusion.tools.plan.systems import build_schedule
+from tests.tools.plan.test_engine import job_of
 
 ROOMY = HostCluster(2, host=Host(cores=math.inf))
-
-
-def job_of(backward: Sequence[float], forward: float = 0.0, optimizer: float = 0.0, numel: int = 1) -> Trace:
-    tensors = tuple(TraceTensor(f"t{place}", (numel,), seconds, forward) for place, seconds in enumerate(backward))
-    return Trace("job", tensors, optimizer)
 
 
 def seconds(trace: Trace, cluster: HostCluster, *messages: Message, engine: bool = True) -> float:

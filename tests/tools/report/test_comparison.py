@@ -173,6 +173,7 @@ def test_wrong_runs_are_named_with_what_to_do(tmp_path: Path) -> None:
         ([a, tmp_path / "c"], r"no metrics.csv in .*c: .*CSVLogger"),
         ([a, profiled], r"no metrics.csv in .*profiled \(only overlap.json, which says nothing of the loss\)"),
         ([tmp_path], rf"{tmp_path} holds several runs: name those to show, of {a}$"),
+        ([tmp_path / "c" / "empty"], "no overlap.json and no metrics.csv in .*OverlapProfiler"),
         ([a, a / "metrics.csv"], "a run is given twice"),
         ([a, tmp_path / "nowhere"], "there is no .*nowhere$"),
         ([a, tmp_path / "page.html"], r"there is no .*page.html. Did you mean --output .*page.html\?"),

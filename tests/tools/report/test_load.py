@@ -11,7 +11,7 @@ import pytest
 
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.tools.report.page import load_run
-from tests.tools.report.runs import DECISIONS, NASTY, RUN, SLOW, WORKERS, missing, overlap, step, write_run
+from tests.tools.report.runs import DECISIONS, NASTY, SLOW, WORKERS, missing, overlap, step, write_run
 
 
 def test_what_the_profiler_writes_comes_back(tmp_path: Path) -> None:
@@ -38,12 +38,6 @@ def test_what_the_monitor_writes_comes_back(tmp_path: Path) -> None:
     assert data.tensors[-1].rates == (0.0, 0.5, 0.0, 0.5)
     assert data.tensors[-1].name == NASTY
     assert data.tensors[0].error == 0.5
-
-
-def test_files_of_another_fit_are_named_and_not_read(tmp_path: Path) -> None:
-    run = load_run(write_run(tmp_path, absent=missing() | {"run": RUN + 1e-3}))
-    assert (run.missing, run.stale) == (None, ("missing_rate.json",))
-    assert load_run(write_run(tmp_path, absent=missing())).stale == ()
 
 
 def test_numbers_that_do_not_exist_are_nan(tmp_path: Path) -> None:

@@ -199,11 +199,6 @@ def test_the_command_writes_to_the_given_path(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "new" / "page.html").read_text() == (run / "report.html").read_text()
 
 
-def test_the_command_ends_with_a_message(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="safusion: no overlap.json and no metrics.csv in .*OverlapProfiler"):
-        cli.main(["report", str(tmp_path)])
-
-
 @pytest.mark.parametrize("library", ["jinja2", "matplotlib"])
 def test_without_a_library_the_extra_is_named(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path)
