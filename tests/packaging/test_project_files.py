@@ -20,10 +20,6 @@ def _steps(workflow: Path) -> list[dict[str, Any]]:
     return [step for job in jobs for step in job.get("steps", [job])]
 
 
-def test_there_are_workflows_for_tests_documents_versions_wheels_and_releases() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["docs", "release", "tests", "versions", "wheels"]
-
-
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_a_workflow_calls_what_exists(workflow: Path) -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -135,8 +135,11 @@ def test_classes_are_enough_and_files_for_plan_are_written(tmp_path: Path, capfd
 
 
 @pytest.mark.slow
-def test_a_row_that_fails_on_one_worker_is_left_out_on_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    rows = (ROW, "ddp-bf16")
+def test_a_row_that_fails_on_one_worker_or_is_refused_is_left_out_on_all(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refused = "saf-pooled[memory=dgc]"
+    rows = (ROW, "ddp-bf16", refused)
     began = bench(
         tmp_path, lambda made: made.module.began, config=[config(tmp_path, "FailsOnOne")], systems=rows, rounds=1
     )
@@ -147,6 +150,7 @@ def test_a_row_that_fails_on_one_worker_is_left_out_on_all(tmp_path: Path, capfd
     assert names == ["no-exchange", "barrier", "ddp"]  # DDP with a hook is of the strategy that fails, too
     assert set(content["left_out"]) == set(rows)
     assert "out of memory" in content["left_out"]["ddp-bf16"]
+    assert "memory='dgc' applies momentum" in content["left_out"][refused]
     assert len(content["verdict"]) > 2
     assert "is left out: OutOfMemoryError" in " ".join(capfd.readouterr().out.split())
 
@@ -188,12 +192,6 @@ def test_data_that_end_are_named(tmp_path: Path) -> None:
     data = {"data": {"class_path": f"{JOB}.RunsOut", "init_args": {"batches": 10}}}
     with pytest.raises(RuntimeError, match="its data ended before the turn did"):
         bench(tmp_path, config=[config(tmp_path, more=data, strategy="ddp")])
-
-
-@pytest.mark.slow
-def test_settings_that_are_refused_are_left_out(tmp_path: Path) -> None:
-    bench(tmp_path, config=[config(tmp_path)], systems=("saf-pooled[memory=dgc]",), rounds=1)
-    assert "memory='dgc' applies momentum" in results(tmp_path)["left_out"]["saf-pooled[memory=dgc]"]
 
 
 @pytest.mark.slow

@@ -45,7 +45,10 @@ def test_every_system_runs_on_every_shape_of_cluster(name: str) -> None:
             assert covered == set(range(len(job.numels)))
 
 
-@pytest.mark.parametrize("name", ["ddp", "wfbp-dense", "horovod-dense", "mgwfbp", "dear", "easgd"])
+DENSE = ["ddp", "wfbp-dense", "horovod-dense", "mgwfbp", "dear", "easgd", "safusion[collective=allreduce]"]
+
+
+@pytest.mark.parametrize("name", DENSE)
 def test_dense_systems_send_everything_once(name: str) -> None:
     job = lstm()
     assert run(name, job).nbytes == pytest.approx(2 * 3 / 4 * 4 * job.numels.sum())

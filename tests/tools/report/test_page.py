@@ -1,21 +1,25 @@
-"""The page: well formed, without requests, escaped, and with the sections of the files that exist."""
+"""The page: well formed, without requests, escaped, with the sections of the files that exist, and bars to scale."""
 
 from __future__ import annotations
 
 import re
 import sys
 from base64 import b64decode
+from io import BytesIO
+from math import nan
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from matplotlib import rcParams
+from matplotlib.patches import Rectangle
 
 import safusion_command as cli
 from lightning_safusion.fusion.replan import Decision
 from lightning_safusion.profiling import plot_step
-from lightning_safusion.tools.report.page import load_run, render_page, reviews
+from lightning_safusion.profiling.figures import PARTS, RankFigures, StepFigures
+from lightning_safusion.tools.report.page import RANKS, breakdown, load_run, plot_times, render_page, reviews
 from lightning_safusion.tools.report.render import picture
 from tests.tools.report.document import Document
 from tests.tools.report.runs import NASTY, missing, overlap, step, write_run
@@ -206,3 +210,28 @@ def test_without_a_library_the_extra_is_named(library: str, tmp_path: Path, monk
     with pytest.raises(SystemExit, match=r"safusion: report needs .* pip install \"lightning-safusion\[plot\]\""):
         cli.main(["report", str(run)])
     assert not (run / "report.html").exists()
+
+
+def test_the_parts_of_a_step_follow_each_other() -> None:
+    figures = StepFigures.of(step(0))
+    (axes,) = breakdown(RankFigures((figures,))).axes
+    at = 0.0
+    for container in axes.containers:
+        (bar,) = container
+        assert isinstance(bar, Rectangle)
+        (part,) = [part for part, label in PARTS.items() if label == container.get_label()]
+        assert (bar.get_x(), bar.get_width()) == pytest.approx((at, 1e3 * getattr(figures, f"{part}_s")))
+        at += bar.get_width()
+    assert at == pytest.approx(100.0)
+
+
+def test_unknown_parts_are_left_out() -> None:
+    unknown = StepFigures(**dict.fromkeys(StepFigures.of(step(0)).as_dict(), nan) | {"step_s": 1.0, "forward_s": 1.0})
+    (axes,) = breakdown(RankFigures((unknown,))).axes
+    assert [container.get_label() for container in axes.containers] == ["forward"]
+    plot_times({0: unknown, 1: unknown}).figure.savefig(BytesIO())
+
+
+def test_no_more_ranks_than_fit() -> None:
+    (axes,) = breakdown(RankFigures((StepFigures.of(step(0)),) * 500)).axes
+    assert axes.get_yticklabels()[-1].get_text() == f"rank {RANKS - 1}"
