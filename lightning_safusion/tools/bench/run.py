@@ -66,14 +66,14 @@ def run_bench(
     cli: str | None = None,
     density: Sequence[float] = (),
     workers: int | None = None,
-    rounds: int = 4,
-    block: int = 6,
-    warmup: int = 45,
-    minutes: float = 10.0,
+    rounds: int = JobOptions.rounds,
+    block: int = JobOptions.block,
+    warmup: int = JobOptions.warmup,
+    minutes: float = JobOptions.minutes,
     keep_callbacks: Sequence[str] = (),
-    seed: int = 0,
-    calibrate: bool = True,
-    output: Path = Path("safusion_bench"),
+    seed: int = JobOptions.seed,
+    calibrate: bool = JobOptions.calibrate,
+    output: Path = Path(JobOptions.output),
 ) -> None:
     """Measures systems side by side in a job of yours, and says which to take.
 
