@@ -138,7 +138,9 @@ class Job:
             generator = torch.Generator().manual_seed(17)
             drawn = [torch.rand(spec.numel, generator=generator).mul_(1e-3) for spec in self.specs]
             moments = [Moment(values.to(self.device), 1e-8) for values in drawn]
-            self.engine.space.compare_in(UpdateUnits(lambda index: moments[index], self.device))
+            self.engine.space.compare_in(
+                UpdateUnits(lambda indices: [moments[index] for index in indices], self.device)
+            )
 
         self._sets: list[list[Tensor]] = []
         self._refreshed = 0

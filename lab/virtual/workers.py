@@ -191,7 +191,7 @@ class Engines(Averager):
         Otherwise one thread serves all of them, which is faster: messages of all are sent before any is waited for.
         """
         engine = self.by_worker[0]
-        density = engine.next_density
+        _, density = engine.densities()
         reviews = engine.space.shares_due(engine.windows)
         planned = engine.planner.current is not None and density == engine.space.quotas.density
         return self._waiting or reviews or not planned

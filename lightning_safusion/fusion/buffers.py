@@ -57,6 +57,8 @@ class Buffer:
         self.indices = layout.indices[group.start : group.stop].tolist()  #: registration indices
         self.each_dtype = tuple(spec.dtype for spec in layout.specs[group.start : group.stop])
         self.dtypes = frozenset(self.each_dtype)
+        #: Elements of different tensors are compared.
+        self.mixed = self.fused or (self.segments is not None and self.segments.pool > 0)
         #: Gradients have fewer bits than the residual, so that a mean may not fit.
         self.narrow = any(dtype.itemsize < 4 for dtype in self.dtypes)
         #: All gradients are float32, as the residual is.
@@ -115,13 +117,6 @@ class Buffer:
     def cut(self, absent: Sequence[int]) -> Segments | None:
         """:attr:`segments` without tensors of which nothing is sent."""
         return self._without(self.history, absent, ()).segments if absent and self.history else self.segments
-
-    def units(self, selector: Selector) -> SpanUnits | None:
-        """The units in which its elements are compared; None for those of the gradient, and if none is compared."""
-        if selector.units is None or selector.sparsifier.reads == "shape":
-            return None
-        together = self.fused or (self.segments is not None and self.segments.pool > 0)
-        return selector.units.of(self.indices, self.edges, together)
 
     def _without(self, history: History, absent: Sequence[int], early: Sequence[int]) -> History:
         """The cut without these tensors: that without early ones alone is the same in every step, and steps of several

@@ -119,11 +119,10 @@ class Engine:
         """Whether the next window is averaged as DDP does, without buffers."""
         return self.launching.dense_first and not self.windows
 
-    @property
-    def next_density(self) -> float:
-        """Density of the next window."""
-        density = self.density(self.windows, self.epoch)
-        return max(density, self.first_windows.density(self.windows)) if self.density.opens else density
+    def densities(self) -> tuple[float, float]:
+        """Of the next window: what the schedule says, and what is sent; of the first windows that may be more."""
+        lasting = self.density(self.windows, self.epoch)
+        return lasting, max(lasting, self.first_windows.density(self.windows)) if self.density.opens else lasting
 
     @property
     def undecided(self) -> bool:
@@ -171,11 +170,11 @@ class Engine:
         self.space.review_shares(self.windows - 1)
         self.between = False
         self.first_windows.tell(self.notices)
-        density = self.next_density
+        lasting, density = self.densities()
         if density != self.space.quotas.density:
             self.space.set_density(density)
             self.planner.invalidate()
-        self.planner.opening = self.density.opens and density > self.density(self.windows, self.epoch)
+        self.planner.opening = density > lasting
         self._window = self._opened(density)
         return self._window
 

@@ -64,13 +64,14 @@ class FusedShipment(Shipment):
             return
         try:
             with self.range("select"):
-                self._find(selector)
+                buffer, units = self.buffer, selector.units
+                self._find(selector, None if units is None else units.of(buffer.indices, buffer.edges, buffer.mixed))
             self.flags = self.buffer.all_fresh  # those of the message are on the device
         except Exception as error:
             self.window.error = error
 
-    def _find(self, selector: Selector) -> None:
-        self.weighing = _weighing(self.buffer.units(selector))
+    def _find(self, selector: Selector, units: SpanUnits | None) -> None:
+        self.weighing = _weighing(units)
         self.kernels.locate(self.grads, self.weighing, self._marks)
         self.kernels.select(self._decay, self.weighing)
 
@@ -143,8 +144,8 @@ class ThresholdShipment(FusedShipment):
 
     kernels: ThresholdKernels
 
-    def _find(self, selector: Selector) -> None:
-        self.weighing = _weighing(self.buffer.units(selector))
+    def _find(self, selector: Selector, units: SpanUnits | None) -> None:
+        self.weighing = _weighing(units)
         self.kernels.locate(self.grads, self.weighing, self._marks)
         # kernels are made for such compressors, and where something is selected
         sparsifier, segments = cast(ThresholdSparsifier, selector.sparsifier), self.buffer.cut(self.absent)
@@ -159,10 +160,10 @@ class PlacedShipment(FusedShipment):
 
     kernels: PlacedKernels
 
-    def _find(self, selector: Selector) -> None:
+    def _find(self, selector: Selector, units: SpanUnits | None) -> None:
         self.kernels.locate(self.grads, None, self._marks)
         self.kernels.add(self._decay)
-        selection = self.buffer.select(selector, self.window.step, self.absent, (), self.buffer.units(selector))
+        selection = self.buffer.select(selector, self.window.step, self.absent, (), units)
         self.kernels.place(cast(Selection, selection))  # kernels are made where something is selected
 
 

@@ -84,7 +84,7 @@ class Shipment:
         try:
             with self.range("select"):
                 if selector.units is not None:
-                    self.units = self.buffer.units(selector)
+                    self.units = selector.units.of(self.buffer.indices, self.buffer.edges, self.buffer.mixed)
                 taken = None if self.window.regular else self.window.taken(self.buffer.group)
                 if taken is not None or early or not self._fill_in_one_pass(selector):
                     self._fill(selector, taken, early)

@@ -114,7 +114,7 @@ class GradientSpace:
 
     def compare_in(self, units: UpdateUnits | None) -> None:
         """Compares elements in other units from the next window on; None: in those of the gradient."""
-        self.selector.units = units
+        self.selector.units = None if self.selector.sparsifier.reads == "shape" else units  # that compares none
         if self._settings.quota != "auto":
             return
         rule: QuotaRule = "shared" if units is None else "proportional"

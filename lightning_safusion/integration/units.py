@@ -63,17 +63,25 @@ class SecondMoments:
         self._params = [(param, *owners.get(id(param), (None, 0))) for param in params]
         self._known: dict[int, tuple[dict[str, Any], str, Tensor, Moment | None]] = {}  # while the state holds it
 
-    def __call__(self, index: int) -> Moment | None:
-        """That of the parameter with a registration index; None before the first step, and if there is none."""
-        param, optimizer, place = self._params[index]
-        state = optimizer.state.get(param) if optimizer is not None else None
-        if not state or optimizer is None:
-            return None
-        if (known := self._known.get(index)) is not None:
-            of, name, values, moment = known
-            if of is state and state.get(name) is values:
-                return moment
-        epsilon = optimizer.param_groups[place].get("eps", _EPSILON)
+    def __call__(self, indices: Sequence[int]) -> list[Moment | None]:
+        """Those of the parameters with registration indices; None before the first step, and if there is none."""
+        moments: list[Moment | None] = []
+        for index in indices:
+            param, optimizer, place = self._params[index]
+            state = optimizer.state.get(param) if optimizer is not None else None
+            if not state or optimizer is None:
+                moments.append(None)
+                continue
+            if (known := self._known.get(index)) is not None:
+                of, name, values, moment = known
+                if of is state and state.get(name) is values:
+                    moments.append(moment)
+                    continue
+            moments.append(self._read(index, param, state, optimizer.param_groups[place]))
+        return moments
+
+    def _read(self, index: int, param: Tensor, state: dict[str, Any], group: Group) -> Moment | None:
+        epsilon = group.get("eps", _EPSILON)
         epsilon = epsilon if isinstance(epsilon, float) else _EPSILON
         found = next((name for name in _NAMES if isinstance(state.get(name), Tensor)), None)
         if found is None:

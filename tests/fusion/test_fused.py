@@ -44,15 +44,14 @@ def shipments(cluster: Cluster, rank: int = 0) -> list[Shipment]:
     return list(cluster.engines[rank].record._shipments)
 
 
-def compare_in(clusters: list[Cluster], dtype: torch.dtype = torch.float32, without: int = -1) -> list[torch.Tensor]:
-    """Gives all tensors but one a second moment, by which elements are compared; returns these, to be replaced."""
+def compare_in(clusters: list[Cluster], dtype: torch.dtype = torch.float32, without: int = -1) -> None:
+    """Gives all tensors but one a second moment, by which elements are compared."""
     generator = torch.Generator().manual_seed(3)
     own = [torch.rand(spec.numel, generator=generator).mul_(1e-3).to(dtype) for spec in clusters[0].specs]
+    moments = [None if index == without else Moment(values, 1e-8) for index, values in enumerate(own)]
     for cluster in clusters:
         for engine in cluster.engines:
-            units = UpdateUnits(lambda index: None if index == without else Moment(own[index], 1e-8), HOST)
-            engine.space.compare_in(units)
-    return own
+            engine.space.compare_in(UpdateUnits(lambda indices: [moments[index] for index in indices], HOST))
 
 
 def same_numbers(clusters: list[Cluster], steps: int = 3) -> None:

@@ -95,9 +95,9 @@ def failing(engine: Engine) -> Failing:
     return compressor
 
 
-def unreadable(index: int) -> Moment | None:
-    """In place of a second moment."""
-    raise ValueError(f"no second moment of tensor {index}")
+def unreadable(indices: Sequence[int]) -> list[Moment | None]:
+    """In place of second moments."""
+    raise ValueError(f"no second moment of tensor {indices[0]}")
 
 
 class Clock:
@@ -150,4 +150,4 @@ def compare_by_update(engine: Engine) -> None:
     """Gives every tensor a second moment."""
     tensors = engine.space.layout.specs
     moments = {spec.index: Moment(torch.zeros(spec.numel, device=engine.space.device), 1e-8) for spec in tensors}
-    engine.space.compare_in(UpdateUnits(moments.__getitem__, engine.space.device))
+    engine.space.compare_in(UpdateUnits(lambda indices: [moments[index] for index in indices], engine.space.device))

@@ -50,13 +50,14 @@ def test_second_moments_of_optimizers(make: Callable[[Any], Optimizer], name: st
     param = nn.Parameter(torch.randn(5, 7))
     optimizer = stepped(make, param)
     moments = SecondMoments([optimizer], [param])
-    moment = moments(0)
+    (moment,) = moments([0])
     if name is None:
         assert moment is None
         return
     assert torch.equal(moment.values, optimizer.state[param][name].flatten())
     assert moment.values.data_ptr() == optimizer.state[param][name].data_ptr()
-    assert SecondMoments([optimizer], [param])(0) is not moments(0) is moments(0)
+    (again,), (anew,) = moments([0]), SecondMoments([optimizer], [param])([0])
+    assert anew is not again is moment
     assert moment.epsilon == optimizer.param_groups[0]["eps"]
 
 
@@ -64,7 +65,7 @@ def test_adafactor_moves_elements_as_its_second_moment_says() -> None:
     param, vector = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(9))
     optimizer = stepped(Adafactor, param, vector)
     moments = SecondMoments([optimizer], [param, vector])
-    factored, whole = moments(0), moments(1)
+    factored, whole = moments([0, 1])
     assert whole is None  # Adafactor calls it "variance", and clips the step by its size
     state = optimizer.state[param]
     expected = state["row_var"] * state["col_var"] / state["row_var"].mean()
@@ -76,17 +77,17 @@ def test_parameters_without_a_second_moment() -> None:
     other, frozen = nn.Parameter(torch.randn(8, 3)), nn.Parameter(torch.randn(3))
     optimizer = AdamW([{"params": [last]}, {"params": [other], "eps": 1e-3}])
     moments = SecondMoments([optimizer], [last, other, frozen])
-    assert [moments(index) for index in range(3)] == [None] * 3  # before the first step
+    assert moments(range(3)) == [None] * 3  # before the first step
     last.grad, other.grad = torch.randn_like(last), torch.randn_like(other)
     optimizer.step()
-    known = [moments(index) for index in range(3)]
+    known = moments(range(3))
     assert known[2] is None
     assert torch.equal(known[0].values, optimizer.state[last]["exp_avg_sq"].permute(0, 2, 3, 1).flatten())
     assert known[1].epsilon == 1e-3
     optimizer.state[last]["exp_avg_sq"] = optimizer.state[last]["exp_avg_sq"].contiguous()
-    assert moments(0) is None  # its elements lie in another order than those of the gradient
+    assert moments([0]) == [None]  # its elements lie in another order than those of the gradient
     optimizer.load_state_dict(optimizer.state_dict())
-    again = moments(1)
+    (again,) = moments([1])
     assert again.values.data_ptr() == optimizer.state[other]["exp_avg_sq"].data_ptr()
 
 

@@ -103,12 +103,12 @@ def trained(
     for window in range(windows):
         known = state(window)
 
-        def moment(index: int, known: list[Tensor | None] = known) -> Moment | None:
-            own = known[index]
-            return None if own is None else Moment(own.flatten(), EPSILON)
+        def moments(indices: Sequence[int], known: list[Tensor | None] = known) -> list[Moment | None]:
+            each = [known[index] for index in indices]
+            return [None if own is None else Moment(own.flatten(), EPSILON) for own in each]
 
         for engine in cluster.engines:
-            engine.space.selector.units = UpdateUnits(moment, torch.device("cpu"))
+            engine.space.selector.units = UpdateUnits(moments, torch.device("cpu"))
         grads = cluster.random_grads(window)
         given.append(torch.cat(grads[0]))
         got.append(torch.cat(cluster.step(grads)[0]))

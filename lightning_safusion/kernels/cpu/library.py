@@ -85,6 +85,7 @@ def kernels() -> Any:
     return loaded
 
 
+@cache
 def usable() -> bool:
     """Whether there are compiled kernels, for tensors on the CPU."""
     return not _switched_off and kernels() is not None
@@ -92,7 +93,7 @@ def usable() -> bool:
 
 def serves(*tensors: Tensor, dtypes: Sequence[torch.dtype] = _DTYPES) -> bool:
     """Whether there are compiled kernels for all of these: contiguous, on the CPU, of one of these dtypes."""
-    if _switched_off or kernels() is None:
+    if not usable():
         return False
     for tensor in tensors:  # noqa: SIM110 - a generator is entered again for every tensor of every step
         if not (tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in dtypes):
@@ -105,10 +106,12 @@ def unused() -> Iterator[None]:
     """Switches the kernels off, to compare them with NumPy and PyTorch."""
     global _switched_off
     before, _switched_off = _switched_off, True
+    usable.cache_clear()
     try:
         yield
     finally:
         _switched_off = before
+        usable.cache_clear()
 
 
 class Parts(NamedTuple):

@@ -22,8 +22,8 @@ class Moment(NamedTuple):
     epsilon: float  #: small and positive
 
 
-#: The second moment of the tensor with a registration index; None if there is none (yet).
-Moments: TypeAlias = Callable[[int], Moment | None]
+#: The second moments of the tensors with some registration indices; None for one that has none (yet).
+Moments: TypeAlias = Callable[[Sequence[int]], Sequence[Moment | None]]
 
 
 class UpdateUnits:
@@ -50,7 +50,7 @@ class UpdateUnits:
             edges: T + 1, where they begin and end.
             together: Elements of different tensors are compared: all must be in the same units.
         """
-        known = list(map(self.moments, indices))
+        known = self.moments(indices)
         if not any(known) or (together and not all(known)):
             return None
         if len(self._memory) < edges[-1]:

@@ -62,7 +62,7 @@ def compiled(sizes: Sequence[int], workers: int, dtype: torch.dtype, **options: 
     counts = []
     for window in range(WINDOWS):
         if window == 1:  # the optimizer has stepped
-            engine.space.compare_in(UpdateUnits(moments.__getitem__, device))
+            engine.space.compare_in(UpdateUnits(lambda indices: [moments[index] for index in indices], device))
         before = Made.made
         for index in reversed(range(len(sizes))):
             engine.push(index, grads[index])
