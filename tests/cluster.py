@@ -162,9 +162,11 @@ def conserved(
     return [done[i] + sum(cluster.residual(rank, i) for rank in range(n)) for i in places], given
 
 
-def assert_conserved(cluster: Cluster, steps: int = 5) -> None:
-    """Replicas are equal, and all gradients are in the updates or in a residual."""
-    done, given = conserved(cluster, steps)
+def assert_conserved(
+    cluster: Cluster, steps: int = 5, fresh: Callable[[int], Sequence[Sequence[bool]] | None] = lambda step: None
+) -> None:
+    """Replicas are equal, and all gradients are in the updates or in a residual; ``fresh``: as of :func:`conserved`."""
+    done, given = conserved(cluster, steps, fresh)
     for spec, a, b in zip(cluster.specs, done, given, strict=True):
         bound = 2e-5 * max(float(b.abs().max()) if b.numel() else 1.0, 1e-30)
         torch.testing.assert_close(a, b, rtol=0, atol=bound, msg=lambda m, name=spec.name: f"{name}: {m}")

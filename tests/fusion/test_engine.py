@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import FrozenInstanceError
-from itertools import product
 from typing import Any
 
 import pytest
@@ -43,24 +42,15 @@ def test_nothing_is_lost_by_any_sparsifier_nor_on_any_wire(make: Make, pairs: li
         cluster.close()
 
 
-GROUPINGS = [
-    *product(("wfbp", "single", "aligned", "adaptive", "naive"), ["tensor"], ("proportional", "pooled", "shared")),
-    # refused: a buffer that is filled with selected elements, and tensors that compete where there are none
-    *product(("wfbp", "single", "aligned", "adaptive"), ["group"], ["proportional"]),
-]
-#: Each of fusions, scopes and quotas.
-FEW = [("wfbp", "tensor", "shared"), ("single", "group", "proportional"), ("adaptive", "tensor", "pooled")]
-FEW += [("naive", "tensor", "proportional"), ("aligned", "tensor", "pooled")]
-
-
-def grouped(fusion: str, scope: str, quota: str) -> dict[str, Any]:
-    compressor = "sidco" if fusion in ("single", "adaptive") else "topk"
-    return {"compressor": compressor, "fusion": fusion, "scope": scope, "quota": quota, "tensors": specs(SHAPES)}
-
-
+GROUPED = {"tensors": specs(SHAPES)}
 OKTOPK = {"collective": "oktopk", "fusion": "single", "scope": "group"}
 CONSERVING: list[dict[str, Any]] = [
-    *(grouped(*each) for each in FEW),
+    # each of fusions, scopes and quotas; any of their combinations: test_machine
+    GROUPED | {"fusion": "wfbp", "quota": "shared"},
+    GROUPED | {"fusion": "single", "compressor": "sidco", "scope": "group"},
+    GROUPED | {"fusion": "adaptive", "compressor": "sidco", "quota": "pooled"},
+    GROUPED | {"fusion": "naive"},
+    GROUPED | {"fusion": "aligned", "quota": "pooled"},
     {"world_size": 2, "density": DenseStart(0.05, 3), "collective": "auto"},
     {"world_size": 2, "tensors": specs(dense=(0, 4, 7)), "wire": "bf16"},
     {"collective": "oktopk"},
@@ -68,7 +58,6 @@ CONSERVING: list[dict[str, Any]] = [
     {"compressor": "gaussiank", "fusion": Naive(buffer_elements=100)},
 ]
 MORE_CONSERVING: list[dict[str, Any]] = [
-    *(grouped(*each) for each in GROUPINGS if each not in FEW),
     *({"tensors": specs(dense=(1, 4)), "wire": wire, "quota": "shared"} for wire in ("q4", "q2", "bitmap-sign")),
     *({"wire": wire, "quota": "pooled", "density": 0.5} for wire in ("q4", "q2", "bitmap-sign")),
     {"world_size": 2, "compressor": "oktopk", "collective": "oktopk"},
@@ -254,6 +243,8 @@ COLLECTIVES = [{"collective": name} for name in ("oktopk", "gtopk", "hierarchica
     ("part", "others", "because"),
     [
         ({"wire": "q2"}, [*COLLECTIVES[:2], {"fusion": "naive"}], "wire='q2' rounds so much"),
+        ({"fusion": "selective"}, [{"scope": "group"}], "needs scope='tensor'"),
+        ({"fusion": "naive"}, [{"collective": "hybrid"}], "fills buffers .* no lanes or levels"),
         ({"memory": "ef21"}, COLLECTIVES[1:2], "memory='ef21' sums all that is sent"),
         (
             {"offload": True},

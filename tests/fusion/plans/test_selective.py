@@ -1,13 +1,11 @@
 """Selective sparsification (SSFusion; ADTopk's partial one): which tensors are dense, at whose expense, on which lane.
 
 Covers: the chosen size against all sizes; conservation, replicas and budgets on 1, 3 and 5 workers, with both lanes
-    and one; bad numbers, missing gradients; a lane of its own gives the same numbers and fewer bytes; the host is not
-    needed.
+    and one, with missing gradients; a lane of its own gives the same numbers and fewer bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,8 +19,9 @@ from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.plans.profile import job_costs
 from lightning_safusion.fusion.plans.selective import Selective, selective_counts
 from lightning_safusion.sparsify.base import element_quota
-from tests.cluster import Cluster, settings, specs
+from tests.cluster import assert_conserved, specs
 from tests.fusion.jobs import counts
+from tests.fusion.windows import Make, random_window, train
 from tests.quick import slow
 
 # two buffers of five: each has small tensors that fit into a twentieth of it
@@ -38,7 +37,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def make(make: Callable[..., Cluster]) -> Callable[..., Cluster]:
+def make(make: Make) -> Make:
     return partial(make, tensors=specs(SHAPES))
 
 
@@ -101,30 +100,11 @@ def test_buffers_have_equally_many_tensors_and_the_budget_of_the_others() -> Non
     assert Selective(40).plan(costs_of(numels, 0.1)).groups[0] == Group(0, 1)
 
 
-def train(cluster: Cluster, steps: int = 6) -> None:
-    """Nothing is lost, and all ranks get the same bits."""
-    given = [torch.zeros(spec.numel, dtype=torch.float64) for spec in cluster.specs]
-    delivered = [torch.zeros_like(total) for total in given]
-    for step in range(steps):
-        grads = cluster.random_grads(step)
-        fresh = [[True] * len(cluster.specs) for _ in grads]
-        if step == 3:
-            fresh[0][2] = fresh[-1][6] = False  # on some ranks only, if there are others
-            for rank in range(len(grads)):
-                fresh[rank][5] = False  # on no rank
-        means = cluster.step(grads, fresh)
-        for index in range(len(given)):
-            if any(flags[index] for flags in fresh):  # else it is left as it is
-                assert all(torch.equal(mean[index], means[0][index]) for mean in means)
-                delivered[index] += len(grads) * means[0][index].double()
-                # an irregular tensor is averaged as DDP does, whatever a stale one holds
-                irregular = not all(flags[index] for flags in fresh)
-                given[index] += sum(
-                    g[index].double() for g, f in zip(grads, fresh, strict=True) if irregular or f[index]
-                )
-    for index, total in enumerate(given):
-        held = sum(cluster.residual(rank, index) for rank in range(len(cluster.transports)))
-        torch.testing.assert_close(delivered[index] + held, total, rtol=0, atol=2e-5 * float(total.abs().max()))
+def some(step: int, workers: int) -> list[list[bool]]:
+    """Which gradients there are: in one step two are missing on some ranks only, if there are others, one on all."""
+    fresh = [[step != 3 or index != 5 for index in range(len(SHAPES))] for _ in range(workers)]
+    fresh[0][2] = fresh[-1][6] = step != 3
+    return fresh
 
 
 @pytest.mark.parametrize(
@@ -132,19 +112,19 @@ def train(cluster: Cluster, steps: int = 6) -> None:
     [(ROWS[1], 3), (ROWS[2], 1), (ROWS[4], 3), *slow([(ROWS[0], 1), (ROWS[1], 5), (ROWS[3], 5), (ROWS[5], 5)])],
     ids=str,
 )
-def test_nothing_is_lost(make: Callable[..., Cluster], options: dict[str, Any], world_size: int) -> None:
-    train(make(world_size, **options), 5)
-    train(make(world_size, tensors=specs(SHAPES, dense=(0, 3, 6)), **options), 5)
+def test_nothing_is_lost(make: Make, options: dict[str, Any], world_size: int) -> None:
+    for dense in ((), (0, 3, 6)):
+        cluster = make(world_size, tensors=specs(SHAPES, dense=dense), **options)
+        assert_conserved(cluster, fresh=partial(some, workers=world_size))
 
 
 @pytest.mark.parametrize("collective", ["allgather", "hybrid"])
-def test_a_buffer_sends_as_much_as_it_would_otherwise(make: Callable[..., Cluster], collective: str) -> None:
+def test_a_buffer_sends_as_much_as_it_would_otherwise(make: Make, collective: str) -> None:
     tensors = specs(SHAPES, dense=(3, 6))  # which are dense in any case
     cluster = make(3, tensors=tensors, fusion=Selective(2), collective=collective, density=0.05)
     plain = make(3, tensors=tensors, fusion="aligned", collective="allgather", density=0.05)
-    for step in range(3):
-        cluster.step(cluster.random_grads(step))
-        plain.step(plain.random_grads(step))
+    train(cluster, 3)
+    train(plain, 3)
     reports = [cluster.engines[0].record, plain.engines[0].record]
     selected, otherwise = (report.sent_counts for report in reports)
     plan = cluster.engines[0].planner.current
@@ -161,44 +141,12 @@ def test_a_buffer_sends_as_much_as_it_would_otherwise(make: Callable[..., Cluste
         assert (selected[part][large] < otherwise[part][large]).all()
 
 
-def test_a_lane_of_its_own_gives_the_same_gradients_and_fewer_bytes(make: Callable[..., Cluster]) -> None:
+def test_a_lane_of_its_own_gives_the_same_gradients_and_fewer_bytes(make: Make) -> None:
     one = make(5, tensors=specs(SHAPES, dense=(0, 3)), fusion=Selective(2), collective="allgather")
     two = make(5, tensors=specs(SHAPES, dense=(0, 3)), fusion=Selective(2), collective="hybrid")
     for step in range(4):
-        first, second = one.step(one.random_grads(step)), two.step(two.random_grads(step))
+        first, second = random_window(one, step), random_window(two, step)
         for a, b in zip(first[0], second[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(a.abs().max()))
     received = [cluster.engines[0].record.as_dict()["bytes_received"] for cluster in (one, two)]
     assert received[1] < 0.5 * received[0]
-
-
-@pytest.mark.parametrize(("options", "index"), [(ROWS[0], 3), (ROWS[1], 3), (ROWS[2], 0)], ids=str)  # 3: may be dense
-def test_a_bad_gradient_is_seen_by_all_ranks(make: Callable[..., Cluster], options: dict[str, Any], index: int) -> None:
-    cluster = make(3, **options)
-    for step in range(3):
-        cluster.step(cluster.random_grads(step))
-    before = [cluster.residual(rank, 2).clone() for rank in range(3)]
-    grads = cluster.random_grads(9)
-    grads[1][index][5] = float("nan")
-    for mean in cluster.step(grads):
-        assert not mean[index].isfinite().all()
-        assert all(mean[other].isfinite().all() for other in range(len(SHAPES)) if other != index)
-    # a window that is not committed keeps its gradients for the next
-    for rank in range(3):
-        torch.testing.assert_close(cluster.residual(rank, 2), before[rank] + grads[rank][2])
-    assert all(mean[index].isfinite().all() for mean in cluster.step(cluster.random_grads(10)))
-
-
-@pytest.mark.parametrize("options", ROWS[:3], ids=str)
-def test_the_host_is_not_needed(make: Callable[..., Cluster], options: dict[str, Any]) -> None:
-    late, now = make(3, deferred=True, **options), make(3, **options)
-    for step in range(5):
-        for a, b in zip(late.step(late.random_grads(step)), now.step(now.random_grads(step)), strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def test_wrong_combinations_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs scope='tensor'"):
-        settings(fusion="selective", scope="group")
-    with pytest.raises(ValueError, match="fusion='naive' fills buffers .* no lanes or levels"):
-        settings(fusion="naive", collective="hybrid")
