@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-import lightning_safusion
 from lightning_safusion.fusion.plans.adaptive import Adaptive
 from lightning_safusion.fusion.plans.costs import GroupCosts, JobShape
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
@@ -48,38 +42,6 @@ def costs_of(numels: list[int], density: float = 0.01, world_size: int = 4) -> G
     quotas = tuple(min(n, max(1, int(density * n))) for n in numels)
     shape = JobShape(tuple(numels), (4,) * len(numels), quotas, world_size, 8.0)
     return job_costs(shape, "auto", profile=None, prior=None)
-
-
-def digests_by_name() -> dict[str, int]:
-    numels = tuple(10 ** (i % 6) + i for i in range(80))
-    shape = JobShape(numels, (4,) * 80, tuple(max(1, n // 100) for n in numels), 8, 8.0)
-    costs = job_costs(shape, "auto", profile=None, prior=None)
-    return {name: resolve_fusion(name).plan(costs).digest for name in ("adaptive", "aligned", "wfbp")}
-
-
-@pytest.mark.slow  # imports torch in another process
-def test_plans_are_the_same_in_another_process() -> None:
-    program = inspect.getsource(digests_by_name) + "\nprint(digests_by_name())"
-    # planning needs no Lightning, whose import takes seconds: the package without what its __init__ imports
-    imports = f"""
-import sys, types
-package = sys.modules["lightning_safusion"] = types.ModuleType("lightning_safusion")
-package.__path__ = {list(lightning_safusion.__path__)}
-from lightning_safusion.fusion.plans.registry import resolve_fusion
-from lightning_safusion.fusion.plans.costs import JobShape
-from lightning_safusion.fusion.plans.profile import job_costs
-"""
-    path = os.pathsep.join(filter(None, sys.path))
-    result = subprocess.run(
-        [sys.executable, "-c", imports + program],
-        env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert ast.literal_eval(result.stdout.splitlines()[-1]) == digests_by_name()
-    assert len(set(digests_by_name().values())) == 3
 
 
 @pytest.mark.parametrize(
@@ -149,6 +111,7 @@ def test_unknown_names_and_types_are_refused() -> None:
         (Cupcake, {"windows": 0}, "windows must be 1 or more, got 0"),
         (MGWFBP, {"min_elements": -1}, "min_elements must .* got -1"),
         (Horovod, {"cycle_s": -1.0}, "cycle_s must .* got -1.0"),
+        (Horovod, {"cycle_s": float("inf")}, "cycle_s must .* got inf"),
         (Horovod, {"threshold_bytes": -1}, "threshold_bytes must .* got -1"),
         (HiPress, {"bulk_bytes": -1}, "bulk_bytes must .* got -1"),
         (HiPress, {"windows": 2}, "windows must be 3 or more, .* got 2"),
