@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lab.virtual import transport as virtual
 from lightning_safusion import DamagedMessageError, SAFusionStrategy
-from lightning_safusion.comm.transport.sealed import SealedTransport
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from tests.cluster import Cluster, settings, specs
@@ -193,13 +192,3 @@ def test_messages_of_a_device_are_refused() -> None:
     given, (transport,) = settings(integrity="checksum"), virtual.local_transports(1)
     with pytest.raises(ValueError, match=r"integrity='checksum' is for gradients in host memory, got cuda"):
         build_engine(given, specs(), transport, torch.device("cuda"))
-
-
-def test_ranks_compare_it() -> None:
-    assert settings(integrity="checksum").describe()["integrity"] == "'checksum'"
-    assert settings().describe()["integrity"] == "None"
-
-
-def test_the_transport_of_an_engine_is_sealed_on_request(make: Make) -> None:
-    transport = make(2, collective="allgather", integrity="checksum").engines[0].space.transport
-    assert isinstance(transport, SealedTransport)
