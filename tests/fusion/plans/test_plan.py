@@ -29,16 +29,6 @@ def test_plan_refuses_anything_but_a_partition(groups: tuple[Group, ...]) -> Non
         Plan(groups)
 
 
-def test_from_stops() -> None:
-    plan = Plan.from_stops([2, 3, 6], "allreduce")
-    assert [(g.start, g.stop, g.collective) for g in plan.groups] == [
-        (0, 2, "allreduce"),
-        (2, 3, "allreduce"),
-        (3, 6, "allreduce"),
-    ]
-    assert plan.num_tensors == 6
-
-
 @pytest.mark.parametrize(
     ("plan", "rows"),
     [
