@@ -47,6 +47,13 @@ def assert_line(line: LinearCost, fixed: float, per_byte: float, rel: float = 1e
     assert line.per_byte == pytest.approx(per_byte, rel=rel)
 
 
+def fitted(
+    measured: list[tuple[float, float]], known: dict[str, LinearCost] | None = None
+) -> tuple[LinearCost, LinearCost]:
+    """The lines after exchanges of the all-gather alone."""
+    return fit_exchanges({"allgather": measured, "allreduce": []}, PRIOR, known)
+
+
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
 
@@ -151,17 +158,17 @@ def test_sizes_that_tell_no_rise_scale_the_prior() -> None:
 def test_the_collective_in_use_corrects_the_other_one() -> None:
     # Latency three times, bandwidth half of what the calibration saw.
     measured = [(size, 3e-4 + 8e-9 * size) for size in (1_000, 30_000, 1_000_000)]
-    allgather, allreduce = fit_exchanges({"allgather": measured, "allreduce": []}, PRIOR)
+    allgather, allreduce = fitted(measured)
     assert_line(allgather, 3e-4, 8e-9)
     assert_line(allreduce, 6e-4, 2e-9)
-    assert fit_exchanges({"allgather": [], "allreduce": []}, PRIOR) == (PRIOR["allgather"], PRIOR["allreduce"])
+    assert fitted([]) == (PRIOR["allgather"], PRIOR["allreduce"])
 
 
 def test_a_collective_without_samples_is_never_free() -> None:
     flat = [(20_000, 4e-3), (200_000, 4e-3 + 1e-6)]  # on a busy machine a message of any size takes this long
     steep = [(20_000, 2e-5), (200_000, 2e-4)]
     for measured in (flat, steep):
-        _, allreduce = fit_exchanges({"allgather": measured, "allreduce": []}, PRIOR)
+        _, allreduce = fitted(measured)
         assert allreduce.fixed >= 0.5 * PRIOR["allreduce"].fixed
         assert allreduce.per_byte >= 0.5 * PRIOR["allreduce"].per_byte
 
@@ -174,28 +181,23 @@ def test_a_slow_link_is_not_taken_for_a_slow_start() -> None:
 
     # ten times slower than known; the small message had to wait for something else
     measured = [slow(20_000, 0.01), slow(200_000)] * 8
-    line, _ = fit_exchanges({"allgather": measured, "allreduce": []}, PRIOR, known)
+    line, _ = fitted(measured, known)
     assert line.fixed == pytest.approx(1e-3)
     assert line.per_byte == pytest.approx(1e-8, rel=0.3)
     # of one size alone
-    line, _ = fit_exchanges({"allgather": [slow(200_000)] * 8, "allreduce": []}, PRIOR, known)
+    line, _ = fitted([slow(200_000)] * 8, known)
     assert (line.fixed, line.per_byte) == pytest.approx((1e-3, 7.5e-9), rel=1e-6)
-    # a start that is slow indeed is believed in the end
-    for _ in range(6):
-        line, _ = fit_exchanges(
-            {"allgather": [(s, 0.01 + 1e-8 * s) for s in (2e4, 2e5)] * 8, "allreduce": []}, PRIOR, known
-        )
-        known = {"allgather": line, "allreduce": line}
-    assert (line.fixed, line.per_byte) == pytest.approx((0.01, 1e-8), rel=1e-6)
 
 
-def test_noise_that_has_hidden_a_latency_does_not_hide_it_for_good() -> None:
-    known = {"allgather": LinearCost(0.0, 1.2e-8), "allreduce": LinearCost(0.0, 1.2e-8)}
-    measured = [(size, 2e-3 + 1e-8 * size) for size in (2e4, 2e5)] * 8
+@pytest.mark.parametrize(
+    ("known", "fixed"), [(LinearCost(5e-4, 1e-9), 0.01), (LinearCost(0.0, 1.2e-8), 2e-3)], ids=["slower", "hidden"]
+)
+def test_a_start_that_is_slow_indeed_is_believed_in_the_end(known: LinearCost, fixed: float) -> None:
+    """Also where noise had hidden that there is any latency."""
+    measured = [(size, fixed + 1e-8 * size) for size in (2e4, 2e5)] * 8
     for _ in range(9):
-        line, _ = fit_exchanges({"allgather": measured, "allreduce": []}, PRIOR, known)
-        known = {"allgather": line, "allreduce": line}
-    assert (line.fixed, line.per_byte) == pytest.approx((2e-3, 1e-8), rel=1e-6)
+        known, _ = fitted(measured, {"allgather": known, "allreduce": known})
+    assert_line(known, fixed, 1e-8)
 
 
 def test_exchanges_of_one_size_scale_the_line_that_was_agreed_before() -> None:
