@@ -28,7 +28,7 @@ from lightning_safusion.fusion.window import Outcome, Window
 class DeviceEnding(HostEnding):
     """Decodes every shipment as soon as its exchange ends, beside the backward pass, without the host.
 
-    Windows that are not deferred, and plain ones, end as those of a :class:`HostEnding`, whose arguments it takes.
+    Windows that are not deferred end as those of a :class:`HostEnding`, whose arguments it takes.
     """
 
     defers = True
@@ -106,7 +106,7 @@ class DeviceEnding(HostEnding):
         Raises:
             Exception: The error of the window.
         """
-        if window.plain or not window.deferred:
+        if not window.deferred:
             return super().run(window, shipments)
         awaited = window.mark()
         for shipment in shipments:
@@ -145,7 +145,7 @@ class DeviceEnding(HostEnding):
             RuntimeError: If tensors had a gradient on some ranks only, which this ending cannot average.
         """
         if self._unread is None:
-            return super().read()
+            return None
         (window, shipments, copies), self._unread = self._unread, None
         good = self._read(shipments, copies)
         notices, irregular = 0, []
