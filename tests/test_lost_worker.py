@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_safusion import SAFusionStrategy
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.transport.interface import WorkerLostError, during
-from lightning_safusion.fusion.shares import Shares
+from lightning_safusion.fusion.quota import Shares
 from tests.models import TinyClassifier, fit
 from tests.process_group import run_launched
 

@@ -86,7 +86,7 @@ SPOTS = {
         f"{_OWNERS}.hierarchical:HierarchicalShardedExchange", "_between", ["hierarchical-sharded"], defers=True
     ),
     "in a review of shared quotas": Spot(
-        "lightning_safusion.fusion.shares:Shares", "review", ["shared quotas"], defers=True
+        "lightning_safusion.fusion.quota:Shares", "review", ["shared quotas"], defers=True
     ),
     "in the hand-over to plain DDP": Spot(_FIT, "go_plain", ["hand-over"], once=True),
     "before a forward pass": Spot(_TINY, "training_step", defers=True),

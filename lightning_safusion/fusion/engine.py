@@ -11,8 +11,7 @@ from lightning_safusion.comm.exchange import Notice
 from lightning_safusion.comm.transport.interface import DamagedMessageError
 from lightning_safusion.fusion.ending.device import DeviceEnding
 from lightning_safusion.fusion.ending.host import HostEnding
-from lightning_safusion.fusion.ending.overflow import OverflowGuard
-from lightning_safusion.fusion.ending.undecided import OptimizerSteps, Undecided
+from lightning_safusion.fusion.ending.undecided import OptimizerSteps, OverflowGuard, Undecided
 from lightning_safusion.fusion.events import Observer, WindowEvents, clock_for
 from lightning_safusion.fusion.launching.planned import Launching
 from lightning_safusion.fusion.opening import FirstWindows

@@ -17,10 +17,9 @@ from lightning_safusion.fusion.events import WindowEvents
 from lightning_safusion.fusion.plans.cadence import Cadence, ReplanSchedule
 from lightning_safusion.fusion.plans.costs import GroupCosts, JobShape, ddp_buckets, predict_plain_ddp
 from lightning_safusion.fusion.plans.plan import CollectiveName, Group, Plan
-from lightning_safusion.fusion.plans.policy import FusionPolicy
+from lightning_safusion.fusion.plans.policy import CutSearch, FusionPolicy
 from lightning_safusion.fusion.plans.pricing import GroupPricer, predict_finish
 from lightning_safusion.fusion.plans.profile import AgreedProfile, job_costs
-from lightning_safusion.fusion.plans.searching import CutSearch
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder, WindowSpans
 from lightning_safusion.fusion.replan import Action, Decision, Review, Trial, Trials, predicted_gain

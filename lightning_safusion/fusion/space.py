@@ -24,9 +24,15 @@ from lightning_safusion.fusion.layout import Layout
 from lightning_safusion.fusion.plans.costs import JobShape
 from lightning_safusion.fusion.plans.plan import Group
 from lightning_safusion.fusion.plans.policy import Naive
-from lightning_safusion.fusion.quota import TensorQuotas, group_segments, selective_quotas, tensor_quotas
+from lightning_safusion.fusion.quota import (
+    LargestCounts,
+    Shares,
+    TensorQuotas,
+    group_segments,
+    selective_quotas,
+    tensor_quotas,
+)
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.fusion.shares import LargestCounts, Shares
 from lightning_safusion.lookup import QuotaRule
 from lightning_safusion.sparsify.schedule import check_density
 from lightning_safusion.sparsify.selection.survey import Selector

@@ -22,8 +22,8 @@ from lightning_safusion.fusion.build import JobTraits
 from lightning_safusion.fusion.ending.device import DeviceEnding
 from lightning_safusion.fusion.gradients import deliver, zeroed
 from lightning_safusion.fusion.planning import Planner
+from lightning_safusion.fusion.quota import LargestCounts, Shares
 from lightning_safusion.fusion.recorder import ProfileRecorder, service_seconds
-from lightning_safusion.fusion.shares import LargestCounts, Shares
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.sparsify import available_sparsifiers

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_safusion.fusion.layout import Layout
-from lightning_safusion.fusion.quota import guaranteed, tensor_quotas
-from lightning_safusion.fusion.shares import LargestCounts, Shares, largest_places
+from lightning_safusion.fusion.quota import LargestCounts, Shares, guaranteed, largest_places, tensor_quotas
 from lightning_safusion.sparsify import resolve_sparsifier
 from lightning_safusion.sparsify.schedule import DenseStart
 from tests.cluster import specs

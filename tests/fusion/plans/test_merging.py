@@ -20,8 +20,8 @@ from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import GroupCosts, SelectionCost
 from lightning_safusion.fusion.plans.merging import MGWFBP, OMGS
 from lightning_safusion.fusion.plans.plan import Plan
+from lightning_safusion.fusion.plans.policy import CutSearch
 from lightning_safusion.fusion.plans.pricing import predict_finish
-from lightning_safusion.fusion.plans.searching import CutSearch
 from tests.fusion.jobs import counts
 
 # The counter-example to greedy merging: each merge delays the start by less than a message costs, but delays add up.
