@@ -2,6 +2,7 @@
 
 # No "from __future__ import annotations": DDP compares the hook's annotation with the class itself.
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -72,12 +73,11 @@ class GradientHook:
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Records in the engine when these optimizers step; those of torch, others have no hook for that."""
         self._unwatch()
-        for optimizer in optimizers:
-            if hasattr(optimizer, "register_step_post_hook"):
-                self._watch(optimizer)
-        self.engine.steps.watched()
+        watched = [self._watch(each) for each in optimizers if hasattr(each, "register_step_post_hook")]
+        self.engine.steps.watch(list(chain(*watched)))
 
-    def _watch(self, optimizer: Optimizer) -> None:
+    def _watch(self, optimizer: Optimizer) -> list[int]:
+        """Returns the registration indices of its parameters."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         indices, engine = [self._index[id(param)] for param in params if id(param) in self._index], self.engine
 
@@ -87,14 +87,13 @@ class GradientHook:
             if overflowed is None or not engine.undecided or not float(overflowed):
                 engine.steps.stepped(indices)
 
-        engine.steps.watch(indices)
         self._watches.append(optimizer.register_step_post_hook(stepped))
+        return indices
 
     def _unwatch(self) -> None:
         for handle in self._watches:
             handle.remove()
         self._watches.clear()
-        self.engine.steps.unwatch()
 
     def selected_from(self, param: Tensor) -> bool:
         """Whether the latest gradient of a parameter is a mean of selected elements, not of dense gradients."""

@@ -48,16 +48,10 @@ class OptimizerSteps:
         self.unstepped[indices] = False
 
     def watch(self, indices: Sequence[int]) -> None:
-        """From now on :meth:`stepped` is called of some tensors."""
-        self.tracked[indices] = True
-
-    def watched(self) -> None:
-        """All have been named to :meth:`watch`: others are taken to step."""
-        self.unstepped &= self.tracked
-
-    def unwatch(self) -> None:
-        """No optimizer is watched any more."""
+        """From now on :meth:`stepped` is called of these tensors; others are taken to step."""
         self.tracked[:] = False
+        self.tracked[indices] = True
+        self.unstepped &= self.tracked
 
 
 @dataclass(eq=False)
