@@ -20,7 +20,7 @@ from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook
 from lightning_safusion.fusion.layout import specs_from_parameters
 from tests.cluster import settings
-from tests.models import equal
+from tests.models import distance, equal
 from tests.process_group import run_ranks
 from tests.quick import slow
 
@@ -97,11 +97,6 @@ def optimized(ddp: Any, hook: DDPHook | None, lr: float, steps: int, loss: Calla
     return [p.detach() for p in ddp.parameters()]
 
 
-def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest difference between two lists of parameters."""
-    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
-
-
 def batch(rank: int, step: int) -> Tensor:
     return torch.randint(0, 20, (4, 7), generator=torch.Generator().manual_seed(100 * step + rank))
 
@@ -174,7 +169,7 @@ def test_density_1_equals_ddp(request: pytest.FixtureRequest, cases: dict[str, d
         for place, (name, case) in enumerate(cases.items()):
             collective = ("allgather", "allreduce")[place % 2]
             ours = train(rank, {"density": 1.0, "fusion": "aligned", "collective": collective}, **case)
-            found[name] = furthest(ours, train(rank, None, **case))
+            found[name] = distance(ours, train(rank, None, **case))
         return found
 
     for found in run_ranks(2, each, timeout=120):
@@ -305,7 +300,7 @@ def test_rank_dependent_use_with_collectives_in_the_backward_pass() -> None:
         return optimized(ddp, None, 0.1, 8, loss)
 
     def both(rank: int) -> float:
-        return furthest(run(rank, {"density": 1.0, "collective": "allgather", "fusion": "wfbp"}), run(rank, None))
+        return distance(run(rank, {"density": 1.0, "collective": "allgather", "fusion": "wfbp"}), run(rank, None))
 
     assert max(run_ranks(2, both, timeout=40)) <= 2e-6
 
@@ -351,7 +346,7 @@ def test_sparse_gradients_are_averaged_as_ddp_does(ddp_options: dict[str, Any]) 
         return optimized(ddp, hook, 0.003, 4, lambda step: ddp(batch(rank, step)).square().sum())
 
     def both(rank: int) -> float:
-        return furthest(run(rank, True), run(rank, False))
+        return distance(run(rank, True), run(rank, False))
 
     assert max(run_ranks(2, both)) < 1e-5
 

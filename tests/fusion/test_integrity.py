@@ -1,9 +1,4 @@
-"""Windows whose messages have checksums: one that is damaged is refused by all ranks.
-
-Covers: each message of each collective, damaged alone; rank, buffer and window are named; residuals keep all gradients,
-    replicas stay equal and nothing is lost afterwards; means do not depend on the checksums; two real processes; what
-    cannot have them; nothing is in the way without the option.
-"""
+"""Windows whose messages have checksums: one that is damaged is refused by all ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The planner's decisions on a simulated job: its windows follow from the plan, the link and the computation.
-
-Covers: bad starts, noise, a link that changes, promises that do not come true, the freeze, bounds of what is timed,
-    checkpoints within a trial, and ranks whose clocks and times differ.
-"""
+"""The planner's decisions on a simulated job: its windows follow from the plan, the link and the computation."""
 
 from __future__ import annotations
 

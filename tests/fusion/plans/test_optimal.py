@@ -21,14 +21,13 @@ def make_costs(
     numels: list[int],
     sparse: tuple[float, float] = (1.0, 1.0),
     dense: tuple[float, float] = (1.0, 1.0),
-    sparse_bytes: list[float] | None = None,
     per_buffer: float = 0.0,
     **allowed: bool,
 ) -> GroupCosts:
     return GroupCosts(
         numels=tuple(numels),
         ready=tuple(ready),
-        sparse_bytes=tuple(numels if sparse_bytes is None else sparse_bytes),
+        sparse_bytes=tuple(numels),
         dense_bytes=tuple(4 * n for n in numels),
         world_size=4,
         sparse=sparse,

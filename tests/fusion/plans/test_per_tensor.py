@@ -1,9 +1,4 @@
-"""Choices per tensor of HiPress, Espresso and SSFusion, and that half precision is exchanged as it should.
-
-Covers: HiPress's comparison of collectives and its own cost model; Espresso's steps and simulated iteration by hand;
-    restricted collectives; batches; SSFusion's dense sizes and offloading; half precision on the wire. Their plans in a
-    job, conservation and replicas: test_published.
-"""
+"""Choices per tensor of HiPress, Espresso and SSFusion, and that half precision is exchanged as it should."""
 
 from __future__ import annotations
 

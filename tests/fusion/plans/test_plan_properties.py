@@ -1,8 +1,4 @@
-"""Plans for jobs that Hypothesis makes: partitions, pure, and as good as brute force says they can be.
-
-Covers: every policy covers every tensor once and in order, alike in every call; the exact programme against all plans,
-    with ties and with a bound on the last buffer; the papers' rules against their definitions.
-"""
+"""Plans for jobs that Hypothesis makes: partitions, pure, and as good as brute force says they can be."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Policies of published systems in a job: when they plan, and from what.
-
-Covers: one plan, equal to the pure planner's on the agreed costs, whatever the clock says later; a new one for another
-    order; Cupcake's search on a simulated job and on virtual workers; resuming both; every row's conservation, replicas
-    and plans on 1, 2, 3 and 5 virtual workers.
-"""
+"""Policies of published systems in a job: when they plan, and from what."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Selective sparsification (SSFusion; ADTopk's partial one): which tensors are dense, at whose expense, on which lane.
-
-Covers: the chosen size against all sizes; conservation, replicas and budgets on 1, 3 and 5 workers, with both lanes
-    and one, with missing gradients; a lane of its own gives the same numbers and fewer bytes.
-"""
+"""Selective sparsification (SSFusion, ADTopk): which tensors are dense, at whose expense, on which lane."""
 
 from __future__ import annotations
 
