@@ -1,4 +1,4 @@
-"""Builds the engine of a job from its settings, and compares these across ranks."""
+"""Builds the engine of a job from its settings, compares these across ranks, and says what kernels do not know."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import torch
 from lightning_safusion.__about__ import __version__
 from lightning_safusion.comm.calibrate import calibrate
 from lightning_safusion.comm.catalogue import Collective, find_collective
+from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.cost import LinearCost
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.comm.transport.sealed import SealedTransport
+from lightning_safusion.comm.wire.elias_fano import EliasFanoCodec
+from lightning_safusion.comm.wire.formats import value_format
 from lightning_safusion.fusion.engine import Engine
+from lightning_safusion.fusion.fused import RESIDUALS
 from lightning_safusion.fusion.launching.offloaded import Offloaded, selection_costs
 from lightning_safusion.fusion.launching.planned import Launching
 from lightning_safusion.fusion.launching.ticking import Ticking, Ticks
@@ -24,6 +28,8 @@ from lightning_safusion.fusion.planning import Planner
 from lightning_safusion.fusion.plans.ticking import Horovod
 from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.fusion.space import GradientSpace
+from lightning_safusion.kernels.cuda.tables import KINDS
+from lightning_safusion.sparsify.basic import TopK
 
 # Differences that are named; those of a model may be thousands.
 _SHOWN = 8
@@ -178,3 +184,28 @@ def build_engine(
     elif ticks is not None:
         launching = Ticking(space, planner, dense_first, ticks)
     return Engine(launching, settings.density, traits.overlap, deferred)
+
+
+def left_to_torch(settings: EngineSettings, specs: Sequence[TensorSpec], collective: Collective) -> list[str]:
+    """What PyTorch's operations do in all buffers of a job because the kernels do not know it; empty if nothing.
+
+    Of which buffers kernels do not write the messages is known only when these are planned: see ``FusedPath``.
+    """
+    exchange, found = collective.exchange, []
+    if type(settings.memory) not in RESIDUALS:
+        found.append(f"memory={settings.memory.name!r}")
+    if settings.offload:
+        found.append("offload=True")
+    if settings.scope == "group":
+        found.append("scope='group'")
+    if settings.fusion.streams:
+        found.append(f"fusion={settings.fusion.name!r}")
+    elif exchange not in (SparseAllGather, ShardedExchange):
+        found.append(f"collective={settings.collective!r}")
+    elif exchange is ShardedExchange and type(settings.compressor) is not TopK:
+        found.append(f"compressor={settings.compressor.name!r} with shards")
+    layout, width = settings.wire.rpartition("-")[0], value_format(settings.wire).width
+    if width < 4 or layout not in ("", EliasFanoCodec.layout):
+        found.append(f"wire={settings.wire!r}")
+    unknown = {spec.dtype for spec in specs} - {*KINDS}
+    return found + [f"gradients in {str(dtype).removeprefix('torch.')}" for dtype in sorted(unknown, key=str)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ class FusedShipment(Shipment):
     float32 [2], the factor of the loss that gradients carry, and its reciprocal.
     """
 
+    weighs: ClassVar[bool] = True  #: kernels write the keys by which elements are compared
+
     def __init__(
         self, buffer: Buffer, window: Window, memory: ResidualMemory, kernels: BufferKernels, scales: Tensor
     ) -> None:
@@ -64,15 +66,17 @@ class FusedShipment(Shipment):
             return
         try:
             with self.range("select"):
-                buffer, units = self.buffer, selector.units
-                self._find(selector, None if units is None else units.of(buffer.indices, buffer.edges, buffer.mixed))
+                buffer, units = self.buffer, None
+                if selector.units is not None:
+                    units = selector.units.of(buffer.indices, buffer.edges, buffer.mixed)
+                self.weighing = _weighing(units) if self.weighs else None
+                self.kernels.locate(self.grads, self.weighing, self._marks)
+                self._find(selector, units)
             self.flags = self.buffer.all_fresh  # those of the message are on the device
         except Exception as error:
             self.window.error = error
 
     def _find(self, selector: Selector, units: SpanUnits | None) -> None:
-        self.weighing = _weighing(units)
-        self.kernels.locate(self.grads, self.weighing, self._marks)
         self.kernels.select(self._decay, self.weighing)
 
     def pack(self) -> None:
@@ -127,16 +131,8 @@ class FusedShipment(Shipment):
             return super().sent()
         return exchange.codec.decode(exchange.selection)
 
-    def sent_counts(self) -> np.ndarray:
-        counts = np.where(self.buffer.dense, self.buffer.sizes, 0)
-        if self.buffer.segments is not None:
-            counts += self._selected_counts()
-        counts[self.absent] = 0
-        return counts
-
-    def _selected_counts(self) -> np.ndarray:
-        """int64 [T], of the elements of each tensor that is not dense."""
-        return self._counts(self.sent()[0][: self.kernels.entries()])
+    def _selected_counts(self) -> np.ndarray | int:
+        return 0 if self.buffer.segments is None else self._counts(self.sent()[0][: self.kernels.entries()])
 
 
 class ThresholdShipment(FusedShipment):
@@ -145,8 +141,6 @@ class ThresholdShipment(FusedShipment):
     kernels: ThresholdKernels
 
     def _find(self, selector: Selector, units: SpanUnits | None) -> None:
-        self.weighing = _weighing(units)
-        self.kernels.locate(self.grads, self.weighing, self._marks)
         # kernels are made for such compressors, and where something is selected
         sparsifier, segments = cast(ThresholdSparsifier, selector.sparsifier), self.buffer.cut(self.absent)
         view = self.kernels.add(self._decay, self.weighing, cast(Segments, segments))
@@ -159,9 +153,9 @@ class PlacedShipment(FusedShipment):
     """One buffer in one window from which a compressor selects by operations of PyTorch."""
 
     kernels: PlacedKernels
+    weighs = False
 
     def _find(self, selector: Selector, units: SpanUnits | None) -> None:
-        self.kernels.locate(self.grads, None, self._marks)
         self.kernels.add(self._decay)
         selection = self.buffer.select(selector, self.window.step, self.absent, (), units)
         self.kernels.place(cast(Selection, selection))  # kernels are made where something is selected
@@ -224,31 +218,25 @@ class FusedPath:
         self.announce: Callable[[str], None] | None = None
         self._named: set[str] = set()  # reasons that were announced
         self._scaled: tuple[Tensor, Tensor] | None = None  # a window's factor; and with its reciprocal
-        self._workspaces: tuple[Workspace, ...] = ()
-        self._windows: WindowKernels | None = None
 
     @cached_property
     def serves(self) -> bool:
         """Whether there are kernels for the device at all."""
         return serves_buffers(self._device)
 
-    @property
-    def workspaces(self) -> tuple[Workspace, ...]:
+    @cached_property
+    def workspaces(self) -> tuple[Workspace, Workspace]:
         """Of the stream on which workers select, and of that on which owners do."""
-        if not self._workspaces:
-            from lightning_safusion.kernels.cuda.packer import Workspace  # imports Triton
+        from lightning_safusion.kernels.cuda.packer import Workspace  # imports Triton
 
-            self._workspaces = Workspace(self._device), Workspace(self._device)
-        return self._workspaces
+        return Workspace(self._device), Workspace(self._device)
 
-    @property
+    @cached_property
     def windows(self) -> WindowKernels:
-        """Those of the windows; made when they are needed first."""
-        if self._windows is None:
-            from lightning_safusion.kernels.cuda.window import WindowKernels  # imports Triton
+        """Those of the windows."""
+        from lightning_safusion.kernels.cuda.window import WindowKernels  # imports Triton
 
-            self._windows = WindowKernels(self._device)
-        return self._windows
+        return WindowKernels(self._device)
 
     def shipment(self, buffer: Buffer, window: Window, selector: Selector) -> Shipment:
         """A buffer in a window, where kernels serve the device; fused where they serve all of its parts."""
@@ -311,12 +299,12 @@ class FusedPath:
 
     def forget(self) -> None:
         """Forgets an open window."""
-        if self._windows is not None:
-            self._windows.forget()
+        if "windows" in vars(self):
+            self.windows.forget()
 
     def release(self) -> None:
         """Frees the memory of selections; buffers that stay take other memory."""
-        for workspace in self._workspaces:
+        for workspace in vars(self).get("workspaces", ()):
             workspace.release()
 
 

@@ -316,16 +316,17 @@ class Shipment:
 
     def sent_counts(self) -> np.ndarray:
         """int64 [T]: elements that each tensor sent (waits for the device)."""
-        buffer = self.buffer
-        counts = np.where(buffer.dense, buffer.sizes, 0)
-        if isinstance(self._packed, Selection):
-            counts += self._counts(self._packed.positions, self._packed.count)
-        elif self._packed is not None:
-            counts += self._packed
-        elif buffer.exchange.ability.selects_itself:
-            counts += self._counts(buffer.exchange.chosen())
+        counts = np.where(self.buffer.dense, self.buffer.sizes, 0) + self._selected_counts()
         counts[self.absent] = 0
         return counts
+
+    def _selected_counts(self) -> np.ndarray | int:
+        """int64 [T], of the elements of each tensor that is not dense."""
+        if isinstance(self._packed, Selection):
+            return self._counts(self._packed.positions, self._packed.count)
+        if self._packed is None and self.buffer.exchange.ability.selects_itself:
+            return self._counts(self.buffer.exchange.chosen())
+        return 0 if self._packed is None else self._packed
 
     def _counts(self, positions: Tensor, count: int | Tensor | None = None) -> np.ndarray:
         """int64 [T], how many of so many ascending positions, or of all, lie in each tensor (waits for the device)."""

@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 
 from lightning_safusion.announce import announce
 from lightning_safusion.comm.transport.interface import Transport, during
-from lightning_safusion.fusion.build import JobTraits, build_engine
+from lightning_safusion.fusion.build import JobTraits, build_engine, left_to_torch
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.events import Observer
 from lightning_safusion.fusion.hook import OWN_BUCKETS_MB, DDPHook, GradientHook, Relay
 from lightning_safusion.fusion.layout import TensorSpec
 from lightning_safusion.fusion.settings import EngineSettings
-from lightning_safusion.fusion.unfused import left_to_torch
 from lightning_safusion.integration.environment_checks import missing_on_cuda
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode
 from lightning_safusion.integration.momentum import MomentumSwitch

@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 
 from lightning_safusion.comm.collectives.sharded import ShardedExchange
 from lightning_safusion.comm.exchange import Notice
+from lightning_safusion.fusion.build import left_to_torch
 from lightning_safusion.fusion.fused import FusedShipment, OwnerShipment
 from lightning_safusion.fusion.shipment import Shipment
-from lightning_safusion.fusion.unfused import left_to_torch
 from lightning_safusion.sparsify.selection.units import Moment, UpdateUnits
 from tests.cluster import Cluster, specs
 from tests.fusion.windows import Make, assert_seen_and_kept, finite, flat, random_window, train, unreadable

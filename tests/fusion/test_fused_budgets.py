@@ -127,7 +127,7 @@ class Device:
         buffers = [shipment.buffer for shipment in engine.record._shipments if isinstance(shipment, kind)]
         assert len(buffers) == len(engine.record._shipments)
         self.buffers, self.sizes = buffers, [each.edges[-1] for each in buffers]
-        self.temporary = sum(each._memory.nbytes for each in engine.fused._workspaces) / max(self.sizes)
+        self.temporary = sum(each._memory.nbytes for each in engine.fused.workspaces) / max(self.sizes)
 
 
 def launches_of(*parts: Mapping[str, work.Work]) -> int:
