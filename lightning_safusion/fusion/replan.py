@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -83,20 +83,6 @@ class Trial:
     promised: float | None = None  #: predicted gain; None: all dense, since plain DDP is predicted to be faster
     finish: float = math.nan  #: what the costs predicted for ``previous`` when its own exchanges were measured
 
-    def gain(self, seconds: float) -> float | None:
-        """Share of the windows before that those of the trial saved; None if none was measured (NaN)."""
-        return 1.0 - seconds / self.seconds if math.isfinite(seconds) else None
-
-    def state(self) -> list[Any]:
-        """Plain values for :meth:`of`."""
-        return [self.previous.to_list(), [self.promised, self.finish, self.seconds]]
-
-    @classmethod
-    def of(cls, state: Sequence[Any]) -> Trial:
-        """The trial of a plan whose :meth:`state` this is."""
-        promised, finish, seconds = map(float, state[1])
-        return cls(Plan.from_list(state[0]), seconds, promised, finish)
-
 
 class BrokenPromise(NamedTuple):
     """A predicted gain that was not measured."""
@@ -154,7 +140,7 @@ class Trials:
 
         Plain DDP is agreed on if windows were measured, and were not clearly longer.
         """
-        gain = trial.gain(seconds)
+        gain = 1.0 - seconds / trial.seconds if math.isfinite(seconds) else None
         if trial.promised is None:
             self.agreed = gain is not None and gain >= -LENIENCE
             if not self.agreed:
@@ -176,7 +162,9 @@ class Trials:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values; nothing of plain DDP on trial or agreed on: elsewhere, windows may take another time."""
-        trial = None if self.trial is None or self.trial.promised is None else self.trial.state()
+        trial: list[Any] | None = None
+        if self.trial is not None and self.trial.promised is not None:
+            trial = [self.trial.previous.to_list(), [self.trial.promised, self.trial.finish, self.trial.seconds]]
         elsewhere = self.agreed or (self.trial is not None and trial is None)
         return {
             "trials": {"trial": trial, "broken": None if self.broken is None else list(self.broken)},
@@ -190,5 +178,8 @@ class Trials:
             self._faster, self._dense = (int(count) for count in state["handover"].get("counts", (0, 0)))
             self._wanted = int(state["handover"]["wanted"])
         trial, broken = state["trials"]["trial"], state["trials"]["broken"]
-        self.trial = None if trial is None else Trial.of(trial)
+        self.trial = None
+        if trial is not None:
+            promised, finish, seconds = map(float, trial[1])
+            self.trial = Trial(Plan.from_list(trial[0]), seconds, promised, finish)
         self.broken = None if broken is None else BrokenPromise(*map(float, broken))
