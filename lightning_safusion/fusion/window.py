@@ -172,11 +172,7 @@ class Window:
             shipment.advance(wait=True)
 
     def end(self) -> Outcome:
-        """Sends what is left, waits for all messages, writes the means, and takes what was sent out of the residual.
-
-        Raises:
-            WorkerLostError: If a peer is lost (with the buffer's tensors).
-        """
+        """Sends what is left, waits for all messages, writes the means, and takes what was sent out of the residual."""
         launching = self.launching
         if launching.asks_always:
             for group in launching.late(self):

@@ -101,11 +101,7 @@ class DeviceEnding(HostEnding):
         exchange.release(scratch)
 
     def run(self, window: Window, shipments: Sequence[Shipment]) -> Outcome:
-        """Takes what was sent out of the residual if the device finds the window good: :meth:`read` says whether.
-
-        Raises:
-            Exception: The error of the window.
-        """
+        """Takes what was sent out of the residual if the device finds the window good: :meth:`read` says whether."""
         if not window.deferred:
             return super().run(window, shipments)
         awaited = window.mark()

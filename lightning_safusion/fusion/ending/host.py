@@ -39,11 +39,7 @@ class HostEnding:
         """A shipment of the open window, which is deferred, has been launched."""
 
     def run(self, window: Window, shipments: Sequence[Shipment]) -> Outcome:
-        """Ends a window whose shipments have been launched in this order.
-
-        Raises:
-            WorkerLostError: If a peer is lost (with the buffer's tensors).
-        """
+        """Ends a window whose shipments have been launched in this order."""
         if window.plain:
             return self._average_all(window)
         self._decode_all(window, shipments)
@@ -86,11 +82,7 @@ class HostEnding:
                 shipment.decode(self._scratch)
 
     def _decode_verified(self, window: Window, shipments: Sequence[Shipment]) -> None:
-        """Ranks agree on the checksums of all messages before anything leaves the residual.
-
-        Raises:
-            DamagedMessageError: On all ranks, if a message was damaged on its way to one.
-        """
+        """Ranks agree on the checksums of all messages before anything leaves the residual."""
         workers, damage = self._transport.world_size, torch.zeros(1, dtype=torch.int64)
         work: Work | None = None
         for shipment in shipments:

@@ -58,11 +58,9 @@ def _gather(costs: GroupCosts, nbytes: T) -> T:
 
 
 def choose_compressed(costs: GroupCosts) -> list[bool]:
-    """Whether HiPress compresses each tensor [L], for exchanges that are one collective each.
+    """Whether HiPress compresses each tensor [L]: an all-reduce against a selection, an all-gather and a decoding.
 
-    SeCoPa compares ``alpha * send + beta * encode + gamma * decode`` of the synchronisation strategy at hand, with and
-    without compression. Here raw gradients take an all-reduce, compressed ones an all-gather, after one selection; all
-    messages are decoded at once. A tensor that may send all of its elements is not compressed.
+    A tensor that may send all of its elements is not compressed.
     """
     compressed = _gather(costs, np.array(costs.sparse_bytes)) + costs.selection(np.array(costs.numels))
     raw = costs.dense[0] + costs.dense[1] * np.array(costs.dense_bytes)

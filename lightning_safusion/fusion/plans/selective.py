@@ -25,12 +25,10 @@ class SelectiveChoice(NamedTuple):
 def choose_selective(
     numels: Sequence[int], density: float, seconds: Callable[[SelectiveChoice], float]
 ) -> SelectiveChoice:
-    """SSFusion's selective sparsification: the size up to which the tensors of a buffer are dense.
+    """SSFusion's selective sparsification: the size up to which the tensors of a buffer are dense (:class:`Selective`).
 
-    Tensors of up to this size are dense, as long as they fit into ``density`` times the buffer; the others get what is
-    left, so that the density of the buffer does not change. (The release takes the larger of the two densities where
-    the smaller one is meant, and so exceeds the budget.) Of all admissible sizes, that with the shortest ``seconds`` is
-    taken, the smallest of equals.
+    Of all sizes up to which they fit into ``density`` times the buffer, that with the shortest ``seconds``, of equals
+    the smallest. (The release takes the larger of two densities where the smaller one is meant.)
 
     Args:
         numels: Elements of the tensors of the buffer [m], at least one.
@@ -90,9 +88,7 @@ def choose_offloaded(
 
 
 def selective_counts(sizes: np.ndarray, counts: np.ndarray, dense_upto: int) -> np.ndarray | None:
-    """Quotas of a buffer whose small tensors are dense at the expense of the others (SSFusion, ICDE 2026).
-
-    The buffer sends exactly as many elements as it would otherwise. Tensors that are dense anyway keep their quotas.
+    """Quotas of a buffer whose small tensors are dense at the expense of the others, of all that were not dense anyway.
 
     Args:
         sizes: int64 [T], elements of its tensors.
