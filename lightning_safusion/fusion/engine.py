@@ -65,8 +65,7 @@ class Engine:
         self._timed: WindowEvents | None = None  # of the latest window that recorded everything
         self._followed: Plan | None = None  # the space has no buffers but those of this plan
         self._order: list[int] | None = None  # to be adopted before the next window
-        self._overflow = OverflowGuard(self.space, self.transport)
-        self._undecided = Undecided(self.space, self.steps, self._overflow)
+        self._undecided = Undecided(self.space, self.steps, OverflowGuard(self.space, self.transport))
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
         self._window: Window | None = None
         self._forgotten: Window | None = None  # whose later phases some ranks have launched, and others have not
@@ -164,8 +163,8 @@ class Engine:
             forgotten, self._forgotten = self._forgotten, None
             forgotten.launch_phases()
         self.settle()
-        if self._overflow.pending:
-            self._overflow.reset(together=True)
+        if self._undecided.overflow.pending:
+            self._undecided.overflow.reset(together=True)
         self.space.review_shares(self.windows - 1)
         self.between = False
         self.first_windows.tell(self.notices)

@@ -122,7 +122,8 @@ class Undecided:
     """
 
     def __init__(self, space: GradientSpace, steps: OptimizerSteps, overflow: OverflowGuard) -> None:
-        self._space, self._steps, self._overflow = space, steps, overflow
+        self._space, self._steps = space, steps
+        self.overflow = overflow  #: resets what no exchange can carry
         self.outcome: Outcome | None = None  #: None: there is none
         self.wary_until = 0  #: number of the first window in which no gradient is expected that is not finite
         self._named: set[str] = set()
@@ -132,8 +133,8 @@ class Undecided:
         self.outcome, window = None, outcome.window
         self._commit(window, outcome.shipments)
         self._steps.stepped(window.exchanged)
-        self.wary_until, self._overflow.pending = window.step + _WARY_WINDOWS, True
-        self._overflow.reset(together=False)
+        self.wary_until, self.overflow.pending = window.step + _WARY_WINDOWS, True
+        self.overflow.reset(together=False)
 
     def _commit(self, window: Window, shipments: Sequence[Shipment]) -> None:
         unstepped = self._steps.unstepped
