@@ -48,7 +48,7 @@ class GradientHook:
 
     Args:
         engine: Runs the windows.
-        params: In the order of the engine's registration indices.
+        params: Those that are exchanged, in the order of the engine's registration indices.
         expected: Gradients of no tensor of the layout that every window averages.
     """
 
@@ -136,8 +136,7 @@ class DDPHook(GradientHook):
     ``bucket_cap_mb=OWN_BUCKETS_MB``: graphs are split by it.
 
     Args:
-        engine: Runs the windows.
-        params: Trainable parameters in the order of the engine's registration indices.
+        engine, params: See :class:`GradientHook`.
         sparse: Names and parameters whose gradients are sparse tensors; they are not in the engine's layout.
         static_graph: DDP was built with ``static_graph=True``.
         untrained: Names and parameters that no optimizer has; their gradients are not in the engine's layout.

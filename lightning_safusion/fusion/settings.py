@@ -81,11 +81,7 @@ class EngineSettings:
 
     def collective_over(self, world_size: int, gather: LinearCost | None = None, message: float = 0.0) -> Collective:
         """What carries the buffers of so many workers: shards where :func:`shards_pay`, if the quotas are ``"auto"``
-        too; other quotas are those of a paper.
-
-        Args:
-            world_size: Workers.
-            gather, message: See :func:`shards_pay`.
+        too; other quotas are those of a paper. ``gather``, ``message``: see :func:`shards_pay`.
         """
         free = self.collective == self.quota == "auto" and SHARDS.met(self)
         # DGC zeroes the momentum of what is sent: an owner's own would go with sums that it keeps

@@ -145,8 +145,7 @@ class ShardedHook(GradientHook):
     written late would be lost without an error: FSDP2 gets zeros, and the means go to the gradients themselves.
 
     Args:
-        engine: Runs the windows.
-        params: That are exchanged, in the order of the engine's registration indices.
+        engine, params: See :class:`GradientHook`.
         untrained: Names and parameters that no optimizer has: they are averaged uncompressed.
     """
 

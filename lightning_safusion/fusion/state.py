@@ -1,8 +1,6 @@
 """The engine's state by parameter name: what outlives a job, an order of tensors and a number of workers.
 
-Two parts. The *common* state is the same on all ranks and made of plain values: counters, order, plan, agreed costs and
-the state of exchanges. The *local* state is a rank's own: the residual of every tensor, in the tensor's logical shape,
-and the state of its sparsifier.
+Two parts: the *common* state, the same on all ranks, and the *local* state of each rank.
 """
 
 from __future__ import annotations
