@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
 from lightning_safusion.fusion.plans.policy import WFBP, Aligned, Cupcake, FusionPolicy, Single
 from lightning_safusion.fusion.replan import Decision
+from tests.comm.exchanges import in_threads
 from tests.fusion.jobs import SHAPES, Job, Rank, actions, resumed, stops_of
 from tests.quick import slow
 
@@ -272,30 +272,25 @@ def test_an_engine_that_cannot_be_replaced_stays() -> None:
     assert not rank.planner.dense_for_good
 
 
-def on_ranks(count: int, fn: Callable[[int, Transport], Any]) -> list[Any]:
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(fn, range(count), local_transports(count, timeout=20.0)))
-
-
 def test_ranks_decide_alike_though_none_has_measured_the_same() -> None:
-    def run(rank: int, transport: Transport) -> tuple[list[Decision], list[int], float]:
-        job = Job("1gbit", backward=5e-3, noise=0.05, late=0.1 * rank, seed=rank)
+    def run(transport: Transport) -> tuple[list[Decision], list[int], float]:
+        job = Job("1gbit", backward=5e-3, noise=0.05, late=0.1 * transport.rank, seed=transport.rank)
         mine = Rank(StartsWith(Single()), job, transport)
         made = mine.run(80)
         mine.job.link = "100mbit"
         made += mine.run(100)
         return made, [plan.digest for plan in mine.plans], mine.finish
 
-    results = on_ranks(3, run)
+    results = in_threads(local_transports(3, timeout=20.0), run)
     assert results[0] == results[1] == results[2]
     assert actions(results[0][0]).count("switch") >= 2
     assert results[0][2] < 1.05
 
 
 def test_the_rank_that_began_last_says_how_long_a_window_took() -> None:
-    def run(rank: int, transport: Transport) -> float | None:
-        return Rank(Adaptive(), Job(late=5.0 * rank), transport).run(5)[-1].seconds
+    def run(transport: Transport) -> float | None:
+        return Rank(Adaptive(), Job(late=5.0 * transport.rank), transport).run(5)[-1].seconds
 
-    seconds = on_ranks(2, run)
+    seconds = in_threads(local_transports(2, timeout=20.0), run)
     assert seconds[0] == seconds[1]
     assert 0.03 < seconds[0] < 0.1

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from lab.virtual.transport import LocalTransport, local_transports
+from lab.virtual.transport import local_transports
 from lightning_safusion.comm.cost import LINKS, LinearCost
 from lightning_safusion.fusion.events import host_delays
 from lightning_safusion.fusion.plans.adaptive import plan_optimal
 from lightning_safusion.fusion.plans.costs import JobShape
 from lightning_safusion.fusion.plans.profile import AgreedProfile, fit_exchanges, fit_or_scale, job_costs
 from lightning_safusion.fusion.recorder import RECENT_WINDOWS, ProfileRecorder, service_seconds
+from tests.comm.exchanges import in_threads
 
 FREE = LinearCost(0.0, 0.0)
 PRIOR = {"allgather": LinearCost(1e-4, 4e-9), "allreduce": LinearCost(2e-4, 1e-9)}
@@ -34,12 +34,8 @@ def windows(*arrivals: list[float]) -> list[ProfileRecorder]:
 
 
 def agree_all(recorders: list[ProfileRecorder]) -> list[AgreedProfile]:
-    def rank(pair: tuple[ProfileRecorder, LocalTransport]) -> AgreedProfile:
-        return pair[0].agree(pair[1], PRIOR)
-
     transports = local_transports(len(recorders))
-    with ThreadPoolExecutor(len(recorders)) as pool:
-        return list(pool.map(rank, zip(recorders, transports, strict=True)))
+    return in_threads(transports, lambda transport: recorders[transport.rank].agree(transport, PRIOR))
 
 
 def assert_line(line: LinearCost, fixed: float, per_byte: float, rel: float = 1e-6) -> None:

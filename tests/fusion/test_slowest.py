@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +20,7 @@ from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.policy import Cupcake, FusionPolicy
 from lightning_safusion.fusion.slowest import OwnTimes, SlowestWorker, SlowWorker, WorkerTimes
 from tests.cluster import specs
+from tests.comm.exchanges import in_threads
 from tests.fusion.jobs import Rank, Together
 
 LAYOUT = Layout(specs([(1,)] * 3))
@@ -154,15 +154,14 @@ def trained(
 ) -> list[tuple[SlowWorker | None, GroupCosts]]:
     """Who is named on each rank, and the costs there, after a job of ranks with these times."""
 
-    def rank(number: int, transport: Transport) -> tuple[SlowWorker | None, GroupCosts]:
-        job = Together(rank=number, loading=loading, paces=paces)
+    def rank(transport: Transport) -> tuple[SlowWorker | None, GroupCosts]:
+        job = Together(rank=transport.rank, loading=loading, paces=paces)
         one = Rank(policy(), job, transport)
         one.planner = Planner(one.policy, transport, "allgather", job.lines, hosts=["a"] * len(paces))
         one.run(windows)
         return one.planner.slowest.slow, one.costs
 
-    with ThreadPoolExecutor(len(paces)) as pool:
-        return list(pool.map(rank, range(len(paces)), local_transports(len(paces), timeout=20.0)))
+    return in_threads(local_transports(len(paces), timeout=20.0), rank)
 
 
 @pytest.mark.parametrize(
