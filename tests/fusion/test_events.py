@@ -144,3 +144,9 @@ def test_a_clock_that_costs_something_is_asked_only_for_an_observer(make: Make) 
     random_window(cluster, 71)
     assert [events.step for events in seen] == [70]
     assert seen[0].beside
+    before = clocks[1].marks  # of the rank without an observer
+    for number, measured in ((79, False), (80, True)):
+        for engine in cluster.engines:
+            engine.windows = number
+        random_window(cluster, number)
+        assert (clocks[1].marks > before) == measured

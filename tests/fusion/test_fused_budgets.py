@@ -28,7 +28,7 @@ from lightning_safusion.tools.plan import work
 from lightning_safusion.tools.plan.paths import FusedKernels, FusedShards
 from lightning_safusion.tools.plan.traces import resolve_trace
 from tests.cluster import specs
-from tests.cuda import Allocated, Event, Silent, Stream, fake_cuda, read_nothing
+from tests.cuda import Allocated, Silent, fake_cuda, read_nothing
 from tests.fusion.windows import compare_by_update, engine_on
 from tests.quick import slow
 
@@ -164,40 +164,6 @@ def test_launches_of_a_window(
     assert job.total <= (2 + per_buffer) * buffers + 2 + len([size for size in job.sizes if size < 6400]) * 2
     assert job.counting.uploads <= 1  # the verdict, to the host
     assert job.temporary <= 2
-
-
-def test_an_ordinary_window_has_no_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first windows, and then of one in 16, each tensor has one; they are read when the next window begins."""
-    job, moments = Device(monkeypatch, long(number=8)), Counter[str]()
-
-    class Counted(Event):
-        def record(self, stream: Stream | None = None) -> None:
-            super().record(stream)
-            moments["recorded"] += 1
-
-        def elapsed_time(self, end: Event) -> float:
-            moments["read"] += 1
-            return super().elapsed_time(end)
-
-    def event(enable_timing: bool = False) -> Event:
-        return Counted(enable_timing) if enable_timing else Event()
-
-    counted: dict[int, tuple[int, int]] = {}
-    with fake_cuda(monkeypatch) as device:
-        monkeypatch.setattr(torch.cuda, "Event", event)
-        engine = job.engine(device)
-        assert not engine.clock.instant
-        for number in (0, 1, 2, 79, 80, 81, 82, 83):
-            engine.windows = number
-            moments.clear()
-            job.window(engine)
-            counted[number] = moments["recorded"], moments["read"]
-    assert counted[2][0] >= len(job.specs)
-    assert counted[79][0] == 0
-    assert counted[80][0] >= len(job.specs)
-    assert counted[81][0] == 0
-    assert counted[81][1] >= len(job.specs)
-    assert counted[82] == counted[83] == (0, 0)
 
 
 @pytest.mark.parametrize(
