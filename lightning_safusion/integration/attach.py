@@ -85,8 +85,8 @@ def attach(
         MisconfigurationException: If an optimizer, or a system, does not go with it.
         RuntimeError: On all workers, if their settings differ, with both values; if the model has a hook already; if it
             is sharded, and torch is older than 2.8.
-        TypeError: If the model is not wrapped, or there is no such part.
-        ValueError: If a name or number is not one of the possible ones; if FSDP2 averages over replicas itself.
+        TypeError: If the model is not wrapped, an argument is of another type, or there is no such part.
+        ValueError: If a name, number or timeout is not one of the possible ones; if FSDP2 averages over replicas itself.
 
     Example::
 
@@ -95,11 +95,12 @@ def attach(
         handle = lightning_safusion.attach(model, optimizer)
     """
     job = checked_parts(system, density, parts, sharded=replicate_mesh is not None)
+    _check_options(scaler, timeout)
     wrapped = _wrapped(getattr(model, "_orig_mod", model), replicate_mesh, job)
     attached = Attached(wrapped, job, scaler, timeout)
     if optimizers is not None:
         try:
-            attached.bind([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+            attached.bind(optimizers)
         except BaseException:
             attached.close()
             raise
@@ -126,6 +127,17 @@ def checked_parts(
     )
 
 
+def _check_options(scaler: Any, timeout: Any) -> None:
+    if scaler is not None and not hasattr(scaler, "_get_scale_async"):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r:.80} of type {type(scaler).__name__}")
+    if timeout is None:
+        return
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, such as timedelta(minutes=5), got {timeout!r:.80}")
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout must be longer than nothing, got {timeout!r}; timedelta(minutes=5) are five minutes")
+
+
 def _wrapped(model: nn.Module, mesh: DeviceMesh | None, job: JobParts) -> Wrapped:
     fsdp2: Any = getattr(fsdp, "FSDPModule", None)  # torch 2.6
     if fsdp2 is not None and isinstance(model, fsdp2):
@@ -138,6 +150,11 @@ def _wrapped(model: nn.Module, mesh: DeviceMesh | None, job: JobParts) -> Wrappe
         return wrapped
     if isinstance(model, fsdp.FullyShardedDataParallel):
         raise TypeError("attach does not serve FullyShardedDataParallel (FSDP1): shard the model with fully_shard")
+    if not isinstance(model, DistributedDataParallel) and mesh is not None:
+        raise TypeError(
+            f"replicate_mesh is for models that fully_shard has sharded, and {type(model).__name__} is none: call "
+            "fully_shard(model, mesh=mesh['shard']) after its layers"
+        )
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"attach needs a model in DistributedDataParallel, got {type(model).__name__}")
     if mesh is not None:

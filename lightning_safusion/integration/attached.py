@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -37,6 +37,19 @@ def _plain(optimizer: Optimizer) -> Optimizer:
     """The optimizer that another one, as of Accelerate or Fabric, is around of."""
     inner = getattr(optimizer, "optimizer", None)
     return _plain(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def _listed(optimizers: Any) -> list[Optimizer]:
+    """The optimizers, which may be a single one, without what is around of them."""
+    single = isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable)
+    listed = [_plain(each) for each in ([optimizers] if single else optimizers)]
+    for each in listed:
+        if not hasattr(each, "register_step_pre_hook"):
+            raise TypeError(
+                f"optimizers must be a torch.optim.Optimizer or a list of them, got {each!r:.80} of type "
+                f"{type(each).__name__}"
+            )
+    return listed
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -103,7 +116,7 @@ class Attached(AttachedState):
 
     # Who exchanges
 
-    def bind(self, optimizers: Sequence[Optimizer]) -> None:
+    def bind(self, optimizers: Optimizer | Sequence[Optimizer]) -> None:
         """Begins with these optimizers, or goes on with others, or with other parameters. Collective.
 
         Residuals, by name of the parameter, and counters stay. To be called between two steps.
@@ -115,10 +128,11 @@ class Attached(AttachedState):
             MisconfigurationException: If one does not go with the settings.
             RuntimeError: On all workers, if they have different settings, with both values; if :meth:`close` was
                 called.
+            TypeError: If one is no optimizer.
         """
         if not self._handles:
             raise RuntimeError("close() was called, and has given the model back: call attach again")
-        plain = [_plain(each) for each in optimizers]
+        plain = _listed(optimizers)
         state = None if self.engine is None else carried(self.engine)
         self._leave()
         self.settings = suited(self.settings, plain)
@@ -138,6 +152,11 @@ class Attached(AttachedState):
         self.cautions = self._exchange.cautions(plain)
         for line in self.cautions:
             rank_zero_warn(f"SAFusion: {line}.")
+        if not any(map(self._steps, plain)):
+            rank_zero_warn(
+                "SAFusion: none of the optimizers has a parameter of the model. If nothing else trains it, make the "
+                "optimizers after fully_shard, or what else replaces parameters."
+            )
         for optimizer in plain:
             self._watches.append(optimizer.register_step_pre_hook(_weakly(self._check)))
             self._watches.append(optimizer.register_state_dict_pre_hook(_weakly(self._settle)))
@@ -195,12 +214,15 @@ class Attached(AttachedState):
 
     # Where the loop is
 
+    def _steps(self, optimizer: Optimizer) -> bool:
+        own = {id(param) for param in self._model.parameters()}
+        return any(id(param) in own for param in params_of(optimizer))
+
     def _find(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        own = {id(param) for param in self._model.parameters()}
-        if not any(id(param) in own for param in params_of(optimizer)):
+        if not self._steps(optimizer):
             return
         if self._optimizers is None:
             self._found.append(optimizer)

@@ -47,7 +47,7 @@ class AttachedState(ABC):
         """The engine on this worker; None where plain DDP exchanges."""
 
     @abstractmethod
-    def bind(self, optimizers: Sequence[Optimizer]) -> None:
+    def bind(self, optimizers: Optimizer | Sequence[Optimizer]) -> None:
         """Begins with these optimizers."""
 
     def _bound_to(self, optimizers: Sequence[Optimizer]) -> None:
@@ -159,8 +159,13 @@ class AttachedState(ABC):
             path: Of the checkpoint, for such an entry, whose residuals lie beside it.
 
         Raises:
+            TypeError: If it is none.
             ValueError: On all workers, if the state is damaged, or some of them have none.
         """
+        if state is not None and not isinstance(state, Mapping):
+            raise TypeError(
+                f"load_state_dict takes what state_dict has returned, got {state!r:.80} of type {type(state).__name__}"
+            )
         if self._optimizers is None:
             self._resume = partial(self.load_state_dict, state, path)
         if self._transport is None:

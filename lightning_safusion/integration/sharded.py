@@ -53,6 +53,8 @@ class InFSDP(Wrapped):
     def __init__(self, model: nn.Module, mesh: DeviceMesh, prefix: str = "", narrow: torch.dtype | None = None) -> None:
         if not hasattr(FSDPModule, "set_all_reduce_hook"):
             raise RuntimeError(f"sharded models need torch 2.8 or later, this is {torch.__version__}")
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"replicate_mesh is a DeviceMesh, such as mesh['replicate'], got {type(mesh).__name__}")
         if mesh.ndim != 1:
             raise ValueError(f"replicate_mesh has one dimension, mesh['replicate'], got {mesh.ndim}")
         self.module = model

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +422,15 @@ def test_an_optimizer_that_was_not_given_is_named() -> None:
     assert run_ranks(2, run) == [4, 4]
 
 
+def test_optimizers_of_another_model_are_named() -> None:
+    def run(rank: int) -> None:
+        model = DistributedDataParallel(TinyClassifier(), **OWN_BUCKETS)
+        with pytest.warns(match="none of the optimizers has a parameter of the model"):
+            attach(model, adamw(TinyClassifier().parameters()), **SPARSE)
+
+    run_ranks(2, run)
+
+
 def test_the_end_comes_once() -> None:
     def run(rank: int) -> int:
         loop = Loop()
@@ -443,6 +453,9 @@ def test_a_state_on_some_workers_alone_is_refused_on_all() -> None:
         state = loop.handle.state_dict()
         with pytest.raises(ValueError, match="rank 1 has no state, rank 0 has one: give all workers that of rank 0"):
             loop.handle.load_state_dict({} if rank else state)
+        with pytest.raises(TypeError, match=r"takes what state_dict has returned, got 'epoch_1.pt' of type str"):
+            loop.handle.load_state_dict("epoch_1.pt")
+        loop.handle.bind(loop.optimizer)  # a single one
         loop.step(batches(rank)[0])
         return loop.weights
 
@@ -479,12 +492,16 @@ def test_what_is_refused() -> None:
             (model, {"densty": 0.1}),
             (model, {"system": "powersgd"}),
             (model, {"density": 2.0}),
+            (model, {"scaler": True}),
+            (model, {"timeout": 30}),
+            (model, {"timeout": timedelta(0)}),
+            (model, {"optimizers": model.parameters()}),
             (model, {"density": 0.1 if rank else 0.2}),
         ]
         said = []
         for refused, options in wrong:
             with pytest.raises(Exception, match=".") as raised:
-                attach(refused, optimizer, **options)
+                attach(refused, **{"optimizers": optimizer, **options})
             said.append(f"{raised.type.__name__}: {raised.value}")
         first = attach(model, optimizer)  # nothing is left of those
         with pytest.raises(RuntimeError, match="attached already"):
@@ -501,6 +518,10 @@ def test_what_is_refused() -> None:
                 "TypeError: attach has no argument 'densty'; the parts are compressor",
                 "MisconfigurationException: system='powersgd' works without the engine",
                 "ValueError: density",
+                "TypeError: scaler must be a torch.amp.GradScaler, got True",
+                "TypeError: timeout must be a datetime.timedelta, such as timedelta(minutes=5), got 30",
+                "ValueError: timeout must be longer than nothing, got datetime.timedelta(0)",
+                "TypeError: optimizers must be a torch.optim.Optimizer or a list of them, got Parameter",
                 "RuntimeError: workers were started with different settings: density: rank 0 has",
             ],
             strict=True,

@@ -417,6 +417,8 @@ def test_what_is_refused() -> None:
         wrong: list[tuple[Any, Any]] = [
             (shards, None),
             (shards, mesh),
+            (shards, mesh.get_group("replicate")),
+            (Blocks(), mesh["replicate"]),
             (whole, mesh["replicate"]),
             (one, mesh["replicate"]),
             (DistributedDataParallel(Blocks()), mesh["replicate"]),
@@ -440,6 +442,8 @@ def test_what_is_refused() -> None:
             [
                 "needs replicate_mesh, the dimension of its replicas",
                 "replicate_mesh has one dimension, mesh['replicate'], got 2",
+                "replicate_mesh is a DeviceMesh, such as mesh['replicate'], got ProcessGroup",
+                "and Blocks is none: call fully_shard(model, mesh=mesh['shard']) after its layers",
                 "give fully_shard mesh['shard'] alone",
                 "does not serve FullyShardedDataParallel (FSDP1): shard the model with fully_shard",
                 "replicate_mesh is for models that fully_shard has sharded",
