@@ -86,7 +86,8 @@ def attach(
         RuntimeError: On all workers, if their settings differ, with both values; if the model has a hook already; if it
             is sharded, and torch is older than 2.8.
         TypeError: If the model is not wrapped, an argument is of another type, or there is no such part.
-        ValueError: If a name, number or timeout is not one of the possible ones; if FSDP2 averages over replicas itself.
+        ValueError: If a name, number or timeout is not one of the possible ones; if FSDP2 averages over replicas
+            itself.
 
     Example::
 

@@ -142,5 +142,5 @@ class Calibration:
             if content["select"] is not None:
                 content["select"] = SelectionCost(**content["select"])
             return cls(**content)
-        except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no calibration: {error!r}; {_REMEDY}") from error

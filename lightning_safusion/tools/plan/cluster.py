@@ -55,7 +55,7 @@ class Cluster:
     """Nodes of equally many workers.
 
     Raises:
-        ValueError: If there is no worker or no shard, or the jitter is negative.
+        ValueError: If there is no worker or no shard, or the jitter or its seed is negative.
     """
 
     nodes: int  # N
@@ -79,6 +79,8 @@ class Cluster:
             raise ValueError(f"a sharded model has shards, got {self.shards}")
         if self.jitter < 0:
             raise ValueError(f"jitter must not be negative, got {self.jitter}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
 
     @classmethod
     def calibrated(

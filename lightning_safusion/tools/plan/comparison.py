@@ -8,6 +8,7 @@ from itertools import product
 from math import inf
 from typing import Any
 
+from lightning_safusion.lookup import read_value
 from lightning_safusion.systems import SHARDED_ROWS
 from lightning_safusion.tools.accuracy import faster_row, known_accuracy
 from lightning_safusion.tools.plan.cluster import resolve_link
@@ -146,11 +147,24 @@ def sweep_table(
     """:func:`plan_table` for every combination of values: a flat record for each combination and system, of both.
     ``over``: values of ``"bandwidth"``, ``"density"`` (of rows that have none of their own) and ``"nodes"``."""
     records = []
+    for head, point in swept(job, over):
+        records += [{**head, **asdict(row)} for row in plan_table(point, systems, begin)]
+    return records
+
+
+def swept(job: Job, over: Mapping[str, Sequence[Any]]) -> list[tuple[dict[str, Any], Job]]:
+    """The combinations of :func:`sweep_table`: what begins its records, and the job.
+
+    Raises:
+        ValueError: If a value makes no sense.
+    """
+    jobs = []
     for values in product(*over.values()):
         point = dict(zip(over, values, strict=True))
-        cluster, density = job.cluster, float(point.get("density", job.density))
+        cluster, density = job.cluster, read_value("density", str(point.get("density", job.density)), float)
         if {"nodes", "bandwidth"} & set(point):  # measured times hold for one number of workers and one link
-            cluster = replace(cluster, nodes=int(point.get("nodes", cluster.nodes)), measured={})
+            nodes = read_value("nodes", str(point.get("nodes", cluster.nodes)), int)
+            cluster = replace(cluster, nodes=nodes, measured={})
         if "bandwidth" in point:
             cluster = replace(cluster, inter=resolve_link(str(point["bandwidth"])))
         head = {
@@ -160,6 +174,5 @@ def sweep_table(
             "density": density,
             **({"bandwidth": point["bandwidth"]} if "bandwidth" in point else {}),
         }
-        rows = plan_table(replace(job, cluster=cluster, density=density), systems, begin)
-        records += [{**head, **asdict(row)} for row in rows]
-    return records
+        jobs.append((head, replace(job, cluster=cluster, density=density)))
+    return jobs

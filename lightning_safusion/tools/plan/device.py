@@ -90,7 +90,7 @@ class Device:
             if head != f"{_FORMAT} version {_VERSION}":
                 raise ValueError(f"{path} is {head}, expected {_FORMAT} version {_VERSION}")
             return cls(**content)
-        except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} has no costs of a device: {error!r}; python -m lab gpu writes one") from error
 
 

@@ -30,6 +30,7 @@ from lightning_safusion.tools.plan.comparison import (
     recommend,
     sparse_rows,
     sweep_table,
+    swept,
     when_to_compress,
 )
 from lightning_safusion.tools.plan.device import resolve_device
@@ -122,7 +123,11 @@ def run_plan(
         cluster = Cluster(nodes, gpus_per_node, resolve_link(bandwidth), device=found, jitter=jitter or 0.0, seed=seed)
     job = Job(job_trace, cluster, density, entry_bytes)
     job = sharded_job(job, costs) if sharded else job
-    answer = _simulated(job, names, parse_sweep(sweep) if sweep else {}, optimizer, calibrated=costs is not None)
+    over = parse_sweep(sweep) if sweep else {}
+    swept(job, over)  # what is wrong ends the command before the simulation, which may be long
+    if output is not None:
+        Path(output).mkdir(parents=True, exist_ok=True)
+    answer = _simulated(job, names, over, optimizer, calibrated=costs is not None)
     if format == "json":
         job_of = {"trace": trace, "nodes": nodes, "gpus_per_node": gpus_per_node, "bandwidth": bandwidth}
         print(json.dumps({**job_of, "density": density, "optimizer": optimizer, **asdict(answer)}, indent=1))
@@ -197,7 +202,6 @@ def _sources(job: Job, trace: Trace, device: str | None, costs: Calibration | No
 
 
 def _write(answer: _Answer, models: Models, folder: Path, console: Console) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     if answer.settings:
         (folder / "settings.yaml").write_text(_yaml(answer.settings), encoding="utf-8")
     _write_records([asdict(row) for row in answer.systems], folder / "plan")

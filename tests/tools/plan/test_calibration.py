@@ -16,6 +16,7 @@ from lightning_safusion.fusion.plans.costs import SelectionCost
 from lightning_safusion.profiling.trace import Trace, TraceTensor
 from lightning_safusion.tools.plan.calibration import Calibration, CollectiveSample, CollectiveTimes
 from lightning_safusion.tools.plan.cluster import Cluster
+from lightning_safusion.tools.plan.device import Device
 from lightning_safusion.tools.plan.engine import simulate
 from lightning_safusion.tools.plan.job import Job
 from lightning_safusion.tools.plan.schedule import Message, Schedule
@@ -48,6 +49,11 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
         assert Calibration.load(tmp_path / "costs.json") == costs
     with pytest.raises(ValueError, match="no calibration"):
         Calibration.load(tmp_path / "missing.json")
+    (tmp_path / "weights.pt").write_bytes(bytes(range(256)))
+    readers: tuple[type[Calibration] | type[Device], ...] = (Calibration, Device)
+    for reader in readers:
+        with pytest.raises(ValueError, match=r"weights.pt (is no calibration|has no costs of a device)"):
+            reader.load(tmp_path / "weights.pt")
 
 
 def test_a_file_of_an_older_version_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -109,8 +109,14 @@ def test_other_bandwidths_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"nodes": 0}, {"nodes": 2, "gpus_per_node": 0}, {"nodes": 2, "shards": 0}, {"nodes": 2, "jitter": -0.1}],
+    [
+        {"nodes": 0},
+        {"nodes": 2, "gpus_per_node": 0},
+        {"nodes": 2, "shards": 0},
+        {"nodes": 2, "jitter": -0.1},
+        {"nodes": 2, "seed": -1},
+    ],
 )
 def test_impossible_clusters_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="nodes|shards|jitter"):
+    with pytest.raises(ValueError, match="nodes|shards|jitter|seed"):
         Cluster(**arguments)

@@ -136,6 +136,25 @@ def test_sweep_texts() -> None:
             parse_sweep(wrong)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sweep": "nodes=two"}, "nodes is a whole number, got 'two'"),
+        ({"sweep": "density=0.1,0"}, "density is a share"),
+        ({"sweep": "bandwidth=fast"}, "unknown bandwidth 'fast'"),
+        ({"output": "taken"}, "taken"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_simulation(
+    options: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken").touch()
+    monkeypatch.setattr("lightning_safusion.tools.plan.report.plan_table", lambda *_: pytest.fail("it simulates"))
+    with pytest.raises((OSError, ValueError), match=message):
+        run_plan("lstm", **ARGUMENTS, systems=SOME, **options)
+
+
 def test_json_has_all_that_was_found_and_is_alone(capfd: pytest.CaptureFixture[str]) -> None:
     run_plan("lstm", **ARGUMENTS, systems=SOME, sweep="nodes=2,4", format="json")
     printed, progress = capfd.readouterr()
