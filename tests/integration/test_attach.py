@@ -454,7 +454,7 @@ def test_a_state_on_some_workers_alone_is_refused_on_all() -> None:
         with pytest.raises(ValueError, match="rank 1 has no state, rank 0 has one: give all workers that of rank 0"):
             loop.handle.load_state_dict({} if rank else state)
         with pytest.raises(TypeError, match=r"takes what state_dict has returned, got 'epoch_1.pt' of type str"):
-            loop.handle.load_state_dict("epoch_1.pt")
+            loop.handle.load_state_dict("epoch_1.pt")  # type: ignore[arg-type]  # it is refused
         loop.handle.bind(loop.optimizer)  # a single one
         loop.step(batches(rank)[0])
         return loop.weights

@@ -146,7 +146,7 @@ def test_sweep_texts() -> None:
     ],
 )
 def test_what_is_wrong_is_said_before_the_simulation(
-    options: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("taken").touch()
