@@ -34,6 +34,10 @@ class Observed(TinyClassifier):
             with torch.no_grad():
                 self.net[0].weight.add_(self.global_rank)
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.seen["broadcast before optimizers"] = self.equal_on_all_ranks(self.net[0].weight.detach())
+        return super().configure_optimizers()
+
     def wrapped(self) -> bool:
         return isinstance(self.trainer.strategy.model, DistributedDataParallel)
 
@@ -91,6 +95,7 @@ def test_hooks_and_collectives(tmp_path: Path) -> None:
         "wrapped": True,
         "wrapped in validation": True,  # inside fit
         "wrapped in test": False,
+        "broadcast before optimizers": True,
         "broadcast": True,
         "gathered": (2,),
         "final after backward": True,

@@ -33,6 +33,7 @@ from lightning_safusion.integration.parameters import (
     members,
     replaced_parameters,
     same,
+    share_parameters,
     trainable,
     untrained,
 )
@@ -121,6 +122,16 @@ class Fit:
             self._epoch_end.attach(trainer, lockstep)
             team = partial(Team, strategy._timeout, lockstep.check, self.exchanging)
         self.inputs = Inputs(strategy.uneven_inputs, strategy.weighting, strategy.world_size, team)
+
+    def share_weights(self, model: nn.Module) -> None:
+        """All workers get the parameters of the first, where theirs have the same names and shapes. Collective.
+
+        Where they have not, DDP's set-up names the difference.
+        """
+        options = self._strategy._ddp_kwargs
+        if options.get("init_sync", True):
+            with during("set-up, when workers get the parameters of the first one"):
+                share_parameters(model, options.get("process_group"))
 
     def begin_training(self) -> None:
         """The first batch follows; also of a search for the learning rate, a training inside of another one."""

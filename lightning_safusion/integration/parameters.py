@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_safusion.announce import MisconfigurationException
 from lightning_safusion.comm.transport.interface import Transport, during
 from lightning_safusion.literal import first_of
+
+_BROADCAST_BYTES = 250 * 1024 * 1024  # of a message with parameters, as in DDP
 
 
 def managed(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -48,6 +52,19 @@ def sparse_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     tables = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
     weights = {id(table.weight) for table in tables}
     return [(name, param) for name, param in trainable(module) if id(param) in weights]
+
+
+def share_parameters(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Gives all workers of a group the first one's parameters, if all have some of the same shapes. Collective."""
+    named = managed(module)
+    if any(isinstance(param, nn.parameter.UninitializedParameter) for _, param in named):
+        return
+    among: Any = group or dist.group.WORLD  # torch declares a group, and takes None
+    shapes = [(name, tuple(param.shape), str(param.dtype)) for name, param in named]
+    everyone: list[Any] = [None] * dist.get_world_size(among)
+    dist.all_gather_object(everyone, hashlib.sha256(repr(shapes).encode()).digest(), group=among)
+    if len(set(everyone)) == 1:
+        dist._broadcast_coalesced(among, [param.detach() for _, param in named], _BROADCAST_BYTES, 0)
 
 
 def untrained(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
