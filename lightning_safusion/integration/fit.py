@@ -25,7 +25,7 @@ from lightning_safusion.fusion.state import carried, restore_carried
 from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
 from lightning_safusion.integration.inputs import Inputs
-from lightning_safusion.integration.meeting import EpochEnd, more_batches
+from lightning_safusion.integration.meeting import EpochEnd, between_batches, more_batches
 from lightning_safusion.integration.optimizer import needs_plain_ddp, suited
 from lightning_safusion.integration.options import ddp_options, refuse_python_reducer, training_options
 from lightning_safusion.integration.parameters import (
@@ -115,7 +115,12 @@ class Fit:
             # and after it is needed
             strategy.barrier("set-up begins")
             with during("set-up, when workers make a process group for their meetings"):
-                self.lockstep = Lockstep.of_all(strategy.root_device, strategy._timeout, lambda: more_batches(trainer))
+                self.lockstep = Lockstep.of_all(
+                    strategy.root_device,
+                    strategy._timeout,
+                    lambda: more_batches(trainer),
+                    lambda: between_batches(trainer),
+                )
             strategy.barrier("set-up goes on")
         team = None
         if (lockstep := self.lockstep) is not None:

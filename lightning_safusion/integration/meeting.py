@@ -112,6 +112,15 @@ def more_batches(trainer: Trainer) -> bool | None:
     return None if _is_stopped(trainer) else not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
+def between_batches(trainer: Trainer) -> bool:
+    """Whether the latest batch has ended on this worker, with all callbacks that may stop it.
+
+    Not in the validation that follows a batch: what comes later in it may stop this worker as well.
+    """
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    return trainer.training and 0 < batches.ready == batches.completed
+
+
 def _is_stopped(trainer: Trainer) -> bool:
     """Whether an epoch ends before its last batch, on all workers alike."""
     return trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step

@@ -93,6 +93,23 @@ def test_before_the_last_exchange_has_ended_more_batches_are_known() -> None:
         assert "rank 0 has ended epoch 0 after 10 batches; rank 1 has more batches after batch 10 of epoch 0" in said
 
 
+def test_one_is_told_to_stop_and_the_other_is_not() -> None:
+    """Rank 1 has more batches, and still computes for a while, in which it could be told as well."""
+
+    def run(rank: int) -> tuple[str, float]:
+        begin = time.monotonic()
+        lockstep = Lockstep(torch.device("cpu"), None, lambda: rank == 1, lambda: time.monotonic() > begin + 1)
+        lockstep.begin_batch(0, 1)
+        if rank == 0:
+            return _out_of_step(lambda: lockstep.end_epoch(0, False))
+        return _out_of_step(TorchTransport(lockstep=lockstep).all_reduce(torch.ones(1)).wait)
+
+    for said, seconds in run_ranks(2, run):
+        assert "rank 0 has ended epoch 0 after 2 batches; rank 1 has more batches after batch 2 of epoch 0" in said
+        assert "trainer.should_stop" in said
+        assert 0.9 < seconds < 4
+
+
 def test_batches_of_the_next_epoch_are_none_of_the_one_that_all_have_ended() -> None:
     """Rank 0 has ended it and still saves; rank 1 knows already that there will be others."""
 

@@ -30,6 +30,7 @@ _POLL_S = 2e-4  # where the backend has no such waits
 _LEAVE_S = 2.0  # so long who knows of a failure stays for the others to learn of it
 _ANSWER_S = 1.0  # so long the store is waited for, whose worker may be the lost one
 _GRACE_S = 5.0  # so long a host may still wait for a device that waits for ever
+_EPOCH_END = "end of an epoch"
 _ROW = 512  # bytes of a place in a meeting
 _NUMBERS = count()
 
@@ -89,10 +90,15 @@ class Lockstep:
         timeout: Of the group; None: the backend's.
         more: Whether batches of this epoch follow the present one on this worker; None where that is not known, or
             all workers stop here. Called on the thread.
+        between: Whether the present batch has ended on this worker, with all that may stop it. Called on the thread.
     """
 
     def __init__(
-        self, device: torch.device, timeout: timedelta | None = None, more: Callable[[], bool | None] = lambda: None
+        self,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        more: Callable[[], bool | None] = lambda: None,
+        between: Callable[[], bool] = lambda: False,
     ) -> None:
         self.group: Any = dist.new_group(timeout=timeout)  #: of all processes, for objects and control messages
         self.error: OutOfStepError | None = None  #: once it is known that waiting is in vain
@@ -101,7 +107,7 @@ class Lockstep:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._polls = "cuda:nccl" in dist.get_backend_config(self.group)
         self._device = device if self._polls else torch.device("cpu")
-        self._more = more
+        self._more, self._between = more, between
         self._epoch = self._batch = -1
         self._epoch_ended = False  # no batch of the next one has begun
         self._place = _Place(self._rank, 0, 0, "", "is before its first batch")
@@ -118,12 +124,16 @@ class Lockstep:
 
     @classmethod
     def of_all(
-        cls, device: torch.device, timeout: timedelta | None, more: Callable[[], bool | None]
+        cls,
+        device: torch.device,
+        timeout: timedelta | None,
+        more: Callable[[], bool | None],
+        between: Callable[[], bool],
     ) -> Lockstep | None:
         """One of all processes, collective; None in a process alone, or where the process group has no store."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return None
-        return None if dist.distributed_c10d._get_default_store() is None else cls(device, timeout, more)
+        return None if dist.distributed_c10d._get_default_store() is None else cls(device, timeout, more, between)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lockstep:
         return self  # of a strategy that is copied: a process has one place
@@ -142,7 +152,7 @@ class Lockstep:
         """An epoch has ended; ``exhausted``: for want of batches. Collective; raises as :meth:`meet`."""
         batches = self._batch + 1 if self._epoch == epoch else 0
         with during(f"the end of epoch {epoch}, after {batches} batches"):
-            self._meet("end of an epoch", f"has ended epoch {epoch} after {batches} batches", exhausted)
+            self._meet(_EPOCH_END, f"has ended epoch {epoch} after {batches} batches", exhausted)
         self._epoch_ended = True
 
     def meet(self, kind: str) -> None:
@@ -271,7 +281,8 @@ class Lockstep:
         elif self._store.check(["waiting"]):
             other = _Place(**json.loads(self._store.get("waiting")))
             meets = other.meetings == mine.meetings + 1
-            longer = bool(more) and other.exhausted and mine.batches == other.batches
+            ended = other.exhausted or (other.kind == _EPOCH_END and self._between())
+            longer = bool(more) and ended and mine.batches == other.batches
             if longer:
                 mine = replace(mine, where=f"has more batches after batch {self._batch + 1} of epoch {self._epoch}")
             if (meets and mine.batches > other.batches) or (longer and (meets or other.meetings == mine.meetings)):
@@ -315,6 +326,11 @@ def _description(places: list[_Place]) -> str:
             "The numbers of batches differ between workers: let the strategy make them equal (uneven_inputs='join' or "
             "'stop'), or give all the same, with a sampler that pads or drops the rest (DistributedSampler) or with "
             "limit_train_batches."
+        )
+    elif any(place.kind == _EPOCH_END for place in places):
+        cause = (
+            "One was told to stop (trainer.should_stop): tell all of them, for example what "
+            "trainer.strategy.reduce_boolean_decision returns."
         )
     else:
         cause = "Barriers, broadcasts and saves are for all workers: call none on some of them only."
