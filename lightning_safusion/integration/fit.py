@@ -30,6 +30,7 @@ from lightning_safusion.integration.optimizer import needs_plain_ddp, suited
 from lightning_safusion.integration.options import ddp_options, refuse_python_reducer, training_options
 from lightning_safusion.integration.parameters import (
     describe_untrained,
+    frozen,
     members,
     replaced_parameters,
     same,
@@ -72,6 +73,7 @@ class Fit:
         self._signals: DeferredSignals | None = None  # during training with an engine
         self._epoch_end = EpochEnd()
         self._wrapped: list[tuple[str, nn.Parameter]] = []  # trainable parameters that DDP knows
+        self._present: set[str] = set()  # parameters that the model had when it was first wrapped, also frozen ones
         self._untrained: list[str] = []  # those that no optimizer has
         self._bound: list[object] = []  # members of the optimizers that the exchange is bound to
         self._begins = True  # no batch was trained on
@@ -149,6 +151,7 @@ class Fit:
         strategy = self._strategy
         options = dict(strategy._ddp_kwargs)
         self._wrapped = trainable(model)
+        self._present = self._present or {name for name, _ in model.named_parameters()}
         strategy.settings = suited(strategy.settings, strategy.optimizers)
         specs = strategy.gradient_specs(model)
         with during("set-up, when workers make a process group for their gradients"):
@@ -236,15 +239,21 @@ class Fit:
         if self.ddp is None or self.transport is None:
             return
         # DDP knows the parameters of its making only
-        replaced = replaced_parameters(self.ddp.module, self._wrapped, self.transport, self.epoch)
+        module, late = self.ddp.module, dict(self._late(self.ddp.module))
+        replaced = replaced_parameters(module, self._wrapped, self.transport, self.epoch, late)
         if replaced is not None:
             self._wrap_again(replaced)
+
+    def _late(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Parameters that no optimizer has, of modules made since the model was first wrapped: no concern of DDP."""
+        left = untrained(model, self._strategy.optimizers)
+        return [(name, param) for name, param in left if name not in self._present]
 
     def _follow_optimizers(self) -> None:
         strategy = self._strategy
         if self.ddp is None or same(members(strategy.optimizers), self._bound):
             return
-        left = [name for name, _ in untrained(self.ddp.module, strategy.optimizers)]
+        left = [name for name, _ in untrained(self.ddp.module, strategy.optimizers) if name in self._present]
         other = suited(strategy.settings, strategy.optimizers)
         if self.engine is not None and other is not strategy.settings:
             before, after = strategy.settings.memory.name, other.memory.name
@@ -254,6 +263,7 @@ class Fit:
             self._wrap_again()
         else:
             self.bind()
+            self._follow_trainable()  # what was made after the model was wrapped may have an optimizer now
 
     def _follow_costs(self) -> None:
         if self.engine is None or self._strategy._over_horovod:
@@ -287,8 +297,9 @@ class Fit:
         strategy.model = module = ddp.module
         del engine, ddp
         gc.collect()  # the old reducer leaves its hooks on the parameters until it is destroyed
-        strategy.model = self.wrap(module)
-        self.register()
+        with frozen([param for _, param in self._late(module)]):
+            strategy.model = self.wrap(module)
+            self.register()
         if self.engine is not None and state is not None:
             restore_carried(self.engine, state)
         elif self.engine is None and self._signals is not None and self.transport is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -84,6 +85,18 @@ def trained(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[st
     return [(name, param) for name, param in dense_parameters(module) if id(param) not in left]
 
 
+@contextmanager
+def frozen(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Has trainable parameters need no gradient meanwhile."""
+    for param in params:
+        param.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for param in params:
+            param.requires_grad_(True)
+
+
 def describe_untrained(left: Sequence[tuple[str, nn.Parameter]], automatic: bool) -> str:
     """One line about parameters that no optimizer has; with automatic optimization nothing steps them."""
     shown = first_of([name for name, _ in left])
@@ -97,9 +110,15 @@ def describe_untrained(left: Sequence[tuple[str, nn.Parameter]], automatic: bool
 
 
 def replaced_parameters(
-    module: nn.Module, wrapped: Sequence[tuple[str, nn.Parameter]], transport: Transport, epoch: int
+    module: nn.Module,
+    wrapped: Sequence[tuple[str, nn.Parameter]],
+    transport: Transport,
+    epoch: int,
+    beside: Container[str] = (),
 ) -> list[str] | None:
     """Whether parameters were frozen, unfrozen or replaced since DDP wrapped the ``wrapped`` ones. Collective.
+
+    Those ``beside``, by name, are of no concern to DDP.
 
     Returns:
         Names of parameters that are other objects now; None if nothing has changed on any rank.
@@ -107,7 +126,7 @@ def replaced_parameters(
     Raises:
         RuntimeError: If the ranks have different trainable parameters, with their names.
     """
-    now, known = dict(trainable(module)), dict(wrapped)
+    now, known = {name: param for name, param in trainable(module) if name not in beside}, dict(wrapped)
     replaced = [name for name, param in now.items() if known.get(name, param) is not param]
     same = not replaced and list(now) == list(known)
     with during(f"the beginning of epoch {epoch}, when workers compare their trainable parameters"):

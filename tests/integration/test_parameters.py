@@ -14,7 +14,7 @@ def test_parameters_become_those_of_the_first_rank() -> None:
     def run(rank: int) -> list[Tensor]:
         torch.manual_seed(rank)
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, dtype=torch.bfloat16))
-        model._ddp_params_and_buffers_to_ignore = ["1.bias"]
+        model._ddp_params_and_buffers_to_ignore = ["1.bias"]  # type: ignore[assignment]  # as DDP reads it
         share_parameters(model)
         return weights(model)
 

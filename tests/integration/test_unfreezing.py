@@ -217,3 +217,30 @@ def test_a_layer_that_another_one_of_its_name_replaces_is_exchanged() -> None:
     assert held == {"backbone.weight": True, "backbone.bias": True, "head.weight": False, "head.bias": False}
     assert equal(first, second)
     assert not torch.equal(start, first[2])
+
+
+class MadeLate(TinyClassifier):
+    """Gets a teacher, which no optimizer ever has, and a head, which has one from the middle of an epoch on."""
+
+    def on_fit_start(self) -> None:
+        self.head = nn.Linear(10, 10)
+        self.teacher = torch.optim.swa_utils.AveragedModel(self.net)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x)) if self.global_step > 2 else super().forward(x)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 3:
+            optimizer: Any = self.optimizers()
+            optimizer.optimizer.add_param_group({"params": list(self.head.parameters()), "lr": 0.1})
+
+
+def test_what_was_made_after_the_model_was_wrapped_is_exchanged_if_an_optimizer_has_it() -> None:
+    def run(rank: int) -> list[Tensor]:
+        model = MadeLate()
+        torch.manual_seed(4)
+        trainer(SAFusionStrategy(**SPARSE), limit_train_batches=6).fit(model, classification())
+        return weights(model.net) + weights(model.head)
+
+    first, second = run_launched(2, run)
+    assert equal(first, second)
