@@ -264,8 +264,8 @@ class DDPHook(GradientHook):
         if missing:
             self._refuse(
                 missing,
-                " Pass find_unused_parameters=True to the strategy (by name: 'safusion_find_unused_parameters_true') "
-                "if this is intended.",
+                " If this is intended, pass find_unused_parameters=True to the strategy (by name: "
+                "'safusion_find_unused_parameters_true'), or to the DistributedDataParallel that was attached.",
             )
 
     def __deepcopy__(self, memo: object) -> "DDPHook":

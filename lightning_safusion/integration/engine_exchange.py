@@ -23,7 +23,13 @@ from lightning_safusion.fusion.settings import EngineSettings
 from lightning_safusion.integration.environment_checks import missing_on_cuda
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode
 from lightning_safusion.integration.momentum import MomentumSwitch
-from lightning_safusion.integration.optimizer import caution, fit_to_optimizers, refuse_double_momentum, suit_density
+from lightning_safusion.integration.optimizer import (
+    caution,
+    fit_to_optimizers,
+    refuse_double_momentum,
+    refuse_lost_epsilon,
+    suit_density,
+)
 from lightning_safusion.integration.parameters import dense_parameters, sparse_parameters
 from lightning_safusion.integration.units import compares_updates
 from lightning_safusion.kernels import cpu
@@ -133,6 +139,8 @@ class EngineExchange(GradientExchange):
         self._close_switches()
         for optimizer in optimizers:
             refuse_double_momentum(self.settings.memory, optimizer)
+            if self._choice.mode is Mode.ENGINE and self.settings.density.lasting() != 1:
+                refuse_lost_epsilon(optimizer)
         if self._hook is None:
             return
         # the factor as it is on the device: get_scale() would wait for it

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer, RAdam
 
@@ -199,6 +200,25 @@ def refuse_double_momentum(memory: Memory, optimizer: Optimizer) -> None:
             raise MisconfigurationException(
                 f"memory={memory.name!r} applies momentum before selection, and {name} would apply it again, "
                 f"which makes its steps too old. Give {name} {none}, or use {instead}."
+            )
+
+
+def refuse_lost_epsilon(optimizer: Optimizer) -> None:
+    """Refuses an optimizer of torch whose ``eps`` is 0 in the type of a parameter: 0 / 0 where nothing was sent yet.
+
+    Fused optimizers compute in float32.
+
+    Raises:
+        MisconfigurationException: With the value.
+    """
+    name, ours = type(optimizer).__name__, type(optimizer).__module__.startswith("torch.optim")
+    for group in optimizer.param_groups if ours else ():
+        eps, half = group.get("eps"), any(param.dtype == torch.float16 for param in group["params"])
+        if half and isinstance(eps, float) and not group.get("fused") and not torch.tensor(eps, dtype=torch.float16):
+            raise MisconfigurationException(
+                f"{name} has eps={eps:g}, which is 0 in float16, the type of its parameters: elements of which nothing "
+                f"was sent yet would become NaN. Use {name}(..., eps=1e-4) or fused=True, or precision='16-mixed' or "
+                "'bf16-true'."
             )
 
 

@@ -18,6 +18,7 @@ from lightning_safusion.integration.optimizer import (
     carried_momentum,
     caution,
     refuse_double_momentum,
+    refuse_lost_epsilon,
     suit_density,
     suited,
 )
@@ -150,6 +151,19 @@ def test_which_momentum_comes_twice() -> None:
     for optimizer in (*without, *carried):  # that of the last two memories is switched off
         for memory in (EF21Memory(momentum=0.0), ResidualMemory(), EF21Memory(), DecoupledMomentum()):
             refuse_double_momentum(memory, optimizer)
+
+
+def test_an_epsilon_that_half_precision_makes_zero_is_refused() -> None:
+    half, whole = nn.Parameter(torch.ones(2, dtype=torch.float16)), nn.Parameter(torch.ones(2))
+    groups = [{"params": [whole]}, {"params": [half]}]
+    with pytest.raises(MisconfigurationException, match="AdamW has eps=1e-08, which is 0 in float16"):
+        refuse_lost_epsilon(AdamW(groups))
+    for fine in (AdamW([whole]), AdamW([half], eps=1e-4), AdamW([half], fused=True), SGD([half], 0.1)):
+        for param in (group["params"][0] for group in fine.param_groups):
+            param.grad = torch.zeros_like(param)
+        refuse_lost_epsilon(fine)
+        fine.step()
+        assert all(param.isfinite().all() for group in fine.param_groups for param in group["params"])
 
 
 def test_error_feedback_below_adam_is_cautioned_against() -> None:

@@ -154,7 +154,8 @@ class DeviceEnding(HostEnding):
             raise RuntimeError(
                 f"{len(irregular)} parameters ({', '.join(irregular[:8])}) got a gradient on some ranks only in step "
                 f"{window.step}: the gradients of that step were wrong. Pass find_unused_parameters=True to the "
-                "strategy (by name: 'safusion_find_unused_parameters_true')."
+                "strategy (by name: 'safusion_find_unused_parameters_true'), or to the DistributedDataParallel that "
+                "was attached."
             )
         return Outcome(window, shipments, good, notices)
 
