@@ -149,9 +149,9 @@ def _latest_window(strategy: EngineReadings) -> int | None:
 
 
 def check_every(every_n_steps: int) -> int:
-    """The number; raises if it is below 1."""
-    if every_n_steps < 1:
-        raise ValueError(f"every_n_steps must be 1 or more, got {every_n_steps}")
+    """The number; raises if it is no whole one, or below 1."""
+    if every_n_steps < 1 or every_n_steps != int(every_n_steps):
+        raise ValueError(f"every_n_steps must be a whole number, 1 or more, got {every_n_steps}")
     return every_n_steps
 
 

@@ -79,15 +79,15 @@ def test_another_strategy_is_refused(callback: Callback, does: str) -> None:
 @pytest.mark.parametrize(
     ("callback", "options", "message"),
     [
-        (OverlapProfiler, {"every_n_steps": 0}, "every_n_steps must be 1 or more, got 0"),
+        (OverlapProfiler, {"every_n_steps": 0}, "every_n_steps must be a whole number, 1 or more, got 0"),
         (
             OverlapProfiler,
             {"every_n_steps": 5, "record_steps": 6},
             "record_steps must be 1 to every_n_steps = 5, got 6",
         ),
-        (ReplicaConsistencyCheck, {"every_n_steps": 0}, "every_n_steps must be 1 or more, got 0"),
+        (ReplicaConsistencyCheck, {"every_n_steps": 1.5}, "every_n_steps must be a whole number, 1 or more, got 1.5"),
         (ReplicaConsistencyCheck, {"action": "stop"}, "unknown action 'stop'. Choose one of 'raise', 'warn', 'heal'"),
-        (TensorMissingRateMonitor, {"every_n_steps": 0}, "every_n_steps must be 1 or more, got 0"),
+        (TensorMissingRateMonitor, {"every_n_steps": 0}, "every_n_steps must be a whole number, 1 or more, got 0"),
         (TensorMissingRateMonitor, {"worst": -1}, "worst is a number of rows, 0 or more, got -1"),
         (TensorMissingRateMonitor, {"columns": 3}, "even number, 2 or more, got 3"),
         (TraceRecorder, {"path": None, "record_steps": 0}, "record_steps must be 1 or more"),

@@ -203,5 +203,5 @@ def test_plain_ddp_is_logged_and_nothing_is_probed(caplog: pytest.LogCaptureFixt
         fit(strategy(), devices=1, callbacks=[probe], limit_train_batches=3)
     assert "ConvergenceProbe samples nothing from here on" in caplog.text
     assert probe.latest is None
-    with pytest.raises(ValueError, match="every_n_steps must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="every_n_steps must be a whole number, 1 or more, got 0"):
         ConvergenceProbe(every_n_steps=0)
