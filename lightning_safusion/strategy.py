@@ -201,12 +201,8 @@ class SAFusionStrategy(EngineReadings, MeetingStrategy, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Waits for the optimizers, which Lightning sets up next: what none of them has is not exchanged.
-
-        They are made from the weights that DDP gives all workers, so these have them now.
-        """
-        if self.model is not None:
-            self._fit.share_weights(self.model)
+        """Optimizers come first, since what none of them has is not exchanged; they see the weights that all share."""
+        self._fit.share_weights()
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -130,13 +130,13 @@ class Fit:
             team = partial(Team, strategy._timeout, lockstep.check, self.exchanging)
         self.inputs = Inputs(strategy.uneven_inputs, strategy.weighting, strategy.world_size, team)
 
-    def share_weights(self, model: nn.Module) -> None:
+    def share_weights(self) -> None:
         """All workers get the parameters of the first, where theirs have the same names and shapes. Collective.
 
         Where they have not, DDP's set-up names the difference.
         """
-        options = self._strategy._ddp_kwargs
-        if options.get("init_sync", True):
+        model, options = self._strategy.model, self._strategy._ddp_kwargs
+        if model is not None and options.get("init_sync", True):
             with during("set-up, when workers get the parameters of the first one"):
                 share_parameters(model, options.get("process_group"))
 
