@@ -43,7 +43,7 @@ class JobTraits:
     Args:
         measure: Plan with measured times. False: with modelled ones, so that a seeded run repeats bit for bit.
         overlap: Launch buffers while gradients still arrive; see :class:`Engine`.
-        deferred: Wait for the device in no step but the first; see :class:`Engine`. Ignored where buffers fill at each
+        deferred: Never wait for the device within a step; see :class:`Engine`. Ignored where buffers fill at each
             worker's own pace.
         node: Name of the node that this rank runs on, for ``collective="hierarchical"``.
         plain_ddp_allowed: Plain DDP may replace the engine if that is faster.

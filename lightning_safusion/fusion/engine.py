@@ -198,7 +198,7 @@ class Engine:
             timed=surveyed or bool(self.observers),
             hold=not self.overlap,
             # a scaler waits for the device anyway, and a tensor whose gradient was thrown away needs the host
-            deferred=self.ending.defers and not (repeats or wary or plain),
+            deferred=self.ending.defers and not repeats and not wary,
             repeats=repeats,
             plain=plain,
             wary=wary,

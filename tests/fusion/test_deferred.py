@@ -41,6 +41,7 @@ from tests.fusion.windows import (
     observed,
     push,
     random_window,
+    train,
     windows,
 )
 from tests.models import equal
@@ -100,9 +101,12 @@ def test_a_tensor_without_gradient_on_one_rank_is_an_error_with_its_name(make: M
             engine.settle()
 
 
-def test_notices_are_heard_when_the_window_is_settled(make: Make) -> None:
+@pytest.mark.parametrize("dense", [False, True])
+def test_notices_are_heard_when_the_window_is_settled(make: Make, dense: bool) -> None:
     cluster = make()
-    random_window(cluster, 0)
+    for engine in cluster.engines:
+        engine.launching.dense_first = dense
+    train(cluster, not dense)
     cluster.engines[1].notices.own = int(Notice.REQUEUE)
     random_window(cluster, 1)
     assert [engine.notices.heard for engine in cluster.engines] == [0, 0]
@@ -119,7 +123,7 @@ F32 = torch.float32
     [
         (F32, {"compressor": "gaussiank"}),
         (F32, {"memory": "dgc", "scope": "group"}),
-        (torch.float16, {"wire": "coo-fp16"}),
+        (torch.float16, {"wire": "coo-fp16", "collective": "auto"}),
         *slow((F32, {"compressor": name}) for name in available_sparsifiers() if name != "gaussiank"),
         *slow((F32, options) for options in ({"memory": "ef21"}, {"collective": "allreduce"})),
         *slow([(F32, {"compressor": SIDCo(adapt=True)}), (torch.bfloat16, {"wire": "bitmap-fp32", "memory": "none"})]),

@@ -28,7 +28,7 @@ from lightning_safusion.fusion.window import Outcome, Window
 class DeviceEnding(HostEnding):
     """Decodes every shipment as soon as its exchange ends, beside the backward pass, without the host.
 
-    Windows that are not deferred end as those of a :class:`HostEnding`, whose arguments it takes.
+    Windows that are not deferred, and plain ones, end as those of a :class:`HostEnding`, whose arguments it takes.
     """
 
     defers = True
@@ -102,7 +102,7 @@ class DeviceEnding(HostEnding):
 
     def run(self, window: Window, shipments: Sequence[Shipment]) -> Outcome:
         """Takes what was sent out of the residual if the device finds the window good: :meth:`read` says whether."""
-        if not window.deferred:
+        if window.plain or not window.deferred:
             return super().run(window, shipments)
         awaited = window.mark()
         for shipment in shipments:
@@ -141,7 +141,7 @@ class DeviceEnding(HostEnding):
             RuntimeError: If tensors had a gradient on some ranks only, which this ending cannot average.
         """
         if self._unread is None:
-            return None
+            return super().read()
         (window, shipments, copies), self._unread = self._unread, None
         good = self._read(shipments, copies)
         notices, irregular = 0, []

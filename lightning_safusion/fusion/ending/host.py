@@ -14,6 +14,7 @@ from lightning_safusion.comm.exchange import Notice, all_finite
 from lightning_safusion.comm.transport.interface import DamagedMessageError, Transport, Work
 from lightning_safusion.fusion.fused import FusedPath, FusedShipment
 from lightning_safusion.fusion.gradients import Scratch, withdraw
+from lightning_safusion.fusion.lanes import HostCopy
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.space import GradientSpace
 from lightning_safusion.fusion.window import Outcome, Window
@@ -34,6 +35,8 @@ class HostEnding:
         self._space, self._transport, self._fused = space, transport, fused
         self._scratch = Scratch(space.device)
         self._warned = False
+        # whether some rank has said each notice, in a window that did not wait
+        self._told: tuple[Window, HostCopy] | None = None
 
     def launched(self, shipment: Shipment) -> None:
         """A shipment of the open window, which is deferred, has been launched."""
@@ -127,10 +130,12 @@ class HostEnding:
 
     def read(self) -> Outcome | None:
         """What :meth:`run` did not know yet of the last window; waits for the device. None if there is nothing."""
-        return None
+        told, self._told = self._told, None
+        return None if told is None else Outcome(told[0], (), True, _notices(told[1].read()[0].tolist()))
 
     def forget(self) -> None:
         """Forgets an open window, and what was not read: another rank may be lost."""
+        self._told = None
 
     def finish(self) -> None:
         """The host waits for what a device still does for a window that was forgotten, before another one begins."""
@@ -141,18 +146,27 @@ class HostEnding:
         return True
 
     def _average_all(self, window: Window) -> Outcome:
-        said = [bool(window.notices.own & notice) for notice in Notice]
-        told = torch.from_numpy(np.array([*window.fresh, *said], np.float32)).to(self._space.device)
-        self._transport.all_reduce(told).wait()
-        present, heard = np.split(told.cpu().numpy() > 0, [window.length])
+        """If deferred, it knows neither notices nor whether all are finite."""
+        said = torch.zeros(len(Notice), dtype=torch.float32, device=self._space.device)
+        for place, notice in enumerate(Notice):
+            if window.notices.own & notice:
+                said[place : place + 1].fill_(1.0)
+        if window.deferred:
+            self._transport.all_reduce(said).wait()
+            self._told = window, HostCopy([said])
+            present, heard = np.ones(window.length, bool), 0
+        else:
+            said = torch.cat([torch.from_numpy(window.fresh).to(said), said])
+            self._transport.all_reduce(said).wait()
+            sums = said.cpu().numpy()
+            present, heard = sums[: window.length] > 0, _notices(sums[window.length :].tolist())
         grads = []
         for place in np.flatnonzero(present).tolist():
             grads += window.grads_of(place, place + 1)
             if not window.fresh[place]:
                 grads[-1].zero_()
         self.average(grads)
-        notices = sum(notice for notice, some in zip(Notice, heard, strict=True) if some)
-        return Outcome(window, (), all(map(all_finite, grads)), notices)
+        return Outcome(window, (), window.deferred or all(map(all_finite, grads)), heard)
 
     def average(self, grads: Sequence[Tensor]) -> None:
         """Writes the means over ranks into flat gradients, as DDP does. Collective."""
@@ -179,6 +193,11 @@ class HostEnding:
             "without sending.",
             stacklevel=2,
         )
+
+
+def _notices(ranks: Sequence[float]) -> int:
+    """Bits of ``Notice``, from how many ranks have said each."""
+    return sum(notice for notice, said in zip(Notice, ranks, strict=True) if said > 0)
 
 
 def _pieces(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
