@@ -187,9 +187,9 @@ class Attached(AttachedState):
             next(model.inner.parameters()).device,
             JobTraits(node=node, plain_ddp_allowed=model.place[1] == 1, hosts=hosts),  # else each shard would decide
             {"find_unused_parameters": model.find_unused, "static_graph": model.static},
-            len(optimizers) == 1,
-            self._observers,
-            left,
+            automatic=len(optimizers) == 1,
+            observers=self._observers,
+            untrained=left,
             averages=True,
         )
         model.install(exchange, optimizers)

@@ -193,9 +193,9 @@ class Fit:
             strategy.root_device,
             JobTraits(node=strategy.node_rank, plain_ddp_allowed=not strategy._over_horovod, hosts=hosts),
             strategy._ddp_kwargs,
-            automatic,
-            strategy._observers,
-            left,
+            automatic=automatic,
+            observers=strategy._observers,
+            untrained=left,
         )
 
     def register(self) -> None:
