@@ -68,7 +68,7 @@ class Engine:
         self._undecided = Undecided(self.space, self.steps, OverflowGuard(self.space, self.transport))
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
         self._window: Window | None = None
-        self._forgotten: Window | None = None  # whose later phases some ranks have launched, and others have not
+        self._forgotten: Window | None = None  # of which some ranks have launched more than others
         ending = DeviceEnding if deferred else HostEnding
         self.ending: HostEnding = ending(self.space, self.transport, self.fused)  #: of all windows
 
@@ -319,7 +319,7 @@ class Engine:
         self.launching.forget()
         if self._window is not None and not self.clock.instant:
             self.launching.lane.synchronize()
-        if self.clock.instant:  # elsewhere no phase is launched by what has arrived on this rank
+        if self.clock.instant or self.space.streams:  # elsewhere nothing is launched that depends on this rank alone
             self._forgotten = self._window or self._forgotten
         self._window = self._unobserved = self._order = self._undecided.outcome = None
         self.ending.forget()

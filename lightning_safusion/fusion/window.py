@@ -163,7 +163,7 @@ class Window:
             self.launched = group.stop
 
     def launch_phases(self) -> None:
-        """Launches what is left of the phases of shipments that were sent, though the window is not ended.
+        """Launches what is left of the phases, or rounds, of shipments that were sent, though the window is not ended.
 
         Other ranks may have launched it already, and what follows on the same communicator would meet that. Waits for
         other workers.

@@ -16,6 +16,7 @@ from lightning_safusion.comm.transport.torch_backend import SoloTransport
 from lightning_safusion.fusion import build
 from lightning_safusion.fusion.build import JobTraits, build_engine
 from lightning_safusion.fusion.events import Clock
+from lightning_safusion.fusion.plans.policy import Naive
 from lightning_safusion.sparsify import ExponentialRamp
 from lightning_safusion.sparsify.selection.units import UpdateUnits
 from tests.cluster import settings, specs
@@ -238,10 +239,20 @@ def test_a_window_that_never_completes_is_named_and_forgotten(make: Make) -> Non
     assert engine.windows == 4
 
 
-def test_phases_that_only_some_ranks_have_launched_of_an_abandoned_window_meet_no_later_ones(make: Make) -> None:
-    cluster = make(2, collective="sharded", fusion="wfbp")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"collective": "sharded", "fusion": "wfbp"},  # when the second one sends, what the first has sent is there
+        {"compressor": "gaussiank", "fusion": Naive(buffer_elements=2710)},  # which only the first one fills
+    ],
+    ids=["phases", "rounds"],
+)
+def test_what_only_some_ranks_have_launched_of_an_abandoned_window_meets_nothing_later(
+    make: Make, options: dict[str, Any]
+) -> None:
+    cluster = make(2, **options)
     train(cluster, 3)
-    for engine in cluster.engines:  # when the second one sends, what the first has sent is there
+    for engine in cluster.engines:
         push(engine, *cluster.order[:4])
     for engine in cluster.engines:
         engine.reset()

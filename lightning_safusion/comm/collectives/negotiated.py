@@ -152,6 +152,11 @@ class StreamedTensor(Exchange):
             self._sent = (selection.indices[: len(self._values)], self._values)
         return LaterWork(self._finish)
 
+    def advance(self, wait: bool) -> bool:
+        if wait:
+            self.stream.finish()
+        return True
+
     def _finish(self) -> None:
         self.stream.finish()
         if self.place == 0:  # buffers are shared by all tensors: the first one accounts for them
