@@ -193,6 +193,7 @@ def test_dgc_clips_the_share_of_each_tensor(dtype: torch.dtype) -> None:
 def test_no_memory_shows_only_the_gradients_of_this_window() -> None:
     memory = bound(NoMemory())
     first, second = gradients(0), gradients(1)
+    send(memory, 0)  # a window in which no tensor has a gradient
     compensate(memory, first, [0, 1])
     compensate(memory, first, [2, 3, 4])
     assert torch.equal(memory.accumulated(0, 64), torch.cat(first))

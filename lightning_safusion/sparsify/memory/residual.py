@@ -153,9 +153,10 @@ class NoMemory(Memory):
         self._ended = False
 
     def compensate(self, ids: Sequence[int], grads: Sequence[Tensor], dense: Sequence[bool], norms: Tensor) -> None:
-        if self._ended:
+        if self._ended and self._filled:
             torch._foreach_zero_(self._pending.of(sorted(self._filled)))
-            self._filled, self._ended = set(), False
+            self._filled = set()
+        self._ended = False
         # Copied, not added: the gradients of a window that was not committed are still there.
         torch._foreach_copy_(self._pending.of(ids), list(grads))
         self._filled.update(ids)
