@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
+from lightning_safusion.comm.catalogue import COLLECTIVES, find_collective
 from lightning_safusion.fusion.layout import TensorSpec
+from lightning_safusion.fusion.plans.registry import POLICIES
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.state import carried, common_state, restore_carried
 from lightning_safusion.integration import checkpoint
+from lightning_safusion.sparsify.memory.residual import MEMORIES
 from lightning_safusion.sparsify.schedule import DensitySchedule
 from tests.cluster import Cluster, settings, specs
 from tests.fusion.windows import attempt
@@ -31,10 +34,12 @@ from tests.models import equal
 TENSORS = specs(((20, 12), (20,), (1,), (0,), (30, 25), (7,), (40, 10)))
 NAMES = [spec.name for spec in TENSORS]
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "collective": ("allgather", "sharded", "hybrid", "auto", "hierarchical", "hierarchical-sharded", "oktopk"),
+    "collective": tuple(COLLECTIVES),
     "compressor": ("topk", "gaussiank", "sidco", "dgc", "redsync", "adtopk", "oktopk", "randomk"),
+    "memory": ("residual", "residual", "residual", *MEMORIES),
+    "integrity": (None, None, "checksum"),
     "wire": ("auto", "fp32", "eliasfano-bf16", "q4", "sign", "bitmap-q2", "coo-fp16"),
-    "fusion": ("aligned", "wfbp", "single", "adaptive", "selective", "naive"),
+    "fusion": tuple(each.name for each in POLICIES if not each.ticking),
     "scope": ("tensor", "tensor", "group"),
     "quota": ("proportional", "shared", "pooled"),
     "offload": (False, False, True),
@@ -54,7 +59,7 @@ OPTIONS = st.fixed_dictionaries({name: st.sampled_from(values) for name, values 
 )
 SEEDS = st.integers(0, 99)
 SOME = st.sets(st.sampled_from(NAMES), max_size=3)  # tensors
-RANK = st.integers(0, 3)  # of as many workers as there are
+RANK = st.integers(0, 4)  # of as many workers as there are
 SKIPPED = st.just(set()) | SOME  # tensors whose optimizer does not step
 
 
@@ -82,12 +87,13 @@ class Job(RuleBasedStateMachine):
     """A job of virtual workers, and what it must hold back, by name of the tensor: the sum over ranks."""
 
     cluster: Cluster
+    conserves: bool  # the parts promise that nothing is lost: otherwise only replicas are compared
     held: dict[str, Tensor]  # float64
     largest: dict[str, float]  # magnitude so far, of which float32 has rounded a part
 
     # The job
 
-    @initialize(options=OPTIONS, workers=st.integers(2, 4), tracked=st.booleans(), deferred=st.booleans())
+    @initialize(options=OPTIONS, workers=st.integers(1, 5), tracked=st.booleans(), deferred=st.booleans())
     def start(self, options: dict[str, Any], workers: int, tracked: bool, deferred: bool) -> None:
         self.options, self.tracked = options, tracked
         self.deferred = deferred and options["fusion"] != "naive"
@@ -97,6 +103,8 @@ class Job(RuleBasedStateMachine):
         self.held = {spec.name: torch.zeros(spec.numel, dtype=torch.float64) for spec in TENSORS}
         self.largest = dict.fromkeys(NAMES, 1.0)
         self._build(workers, TENSORS)
+        ability = find_collective(options["collective"]).exchange.ability
+        self.conserves = self.cluster.settings[0].memory.conserves and ability.conserves
 
     def _build(
         self, workers: int, tensors: Sequence[TensorSpec], make: Callable[[], Any] | None = None, **more: Any
@@ -157,7 +165,8 @@ class Job(RuleBasedStateMachine):
 
     def _assert_close(self, name: str, found: Any, expected: Any, but: str = "") -> None:
         bound = 2e-5 * self.largest[name]
-        torch.testing.assert_close(found, expected, rtol=0, atol=bound, msg=lambda m: f"{name}{but}: {m}")
+        if self.conserves:
+            torch.testing.assert_close(found, expected, rtol=0, atol=bound, msg=lambda m: f"{name}{but}: {m}")
 
     # Windows
 
@@ -180,12 +189,17 @@ class Job(RuleBasedStateMachine):
     def window_with_both(self, seed: int, name: str, rank: int, stale: str, at: int, skipped: set[str]) -> None:
         self._window(seed, skipped, True, {stale: at}, (rank % len(self.cluster.engines), name))
 
-    @rule(seed=SEEDS, pushed=st.integers(1, len(TENSORS)), again=st.booleans(), skipped=SKIPPED)
-    def abandon_a_backward_pass(self, seed: int, pushed: int, again: bool, skipped: set[str]) -> None:
-        """It is forgotten, or the same tensors come again."""
+    @rule(
+        seed=SEEDS,
+        pushed=st.integers(1, len(TENSORS)),
+        then=st.sampled_from(("again", "another", "nothing")),
+        skipped=SKIPPED,
+    )
+    def abandon_a_backward_pass(self, seed: int, pushed: int, then: str, skipped: set[str]) -> None:
+        """The same tensors come again, or another pass after it is forgotten, or something else."""
         self._settle()
         before, grads = self._held(), self.cluster.random_grads(seed)
-        again &= not self.options["offload"]  # its thread may still add
+        again = then == "again" and not self.options["offload"]  # its thread may still add
 
         def run(rank: int) -> None:
             engine = self.cluster.engines[rank]
@@ -196,7 +210,8 @@ class Job(RuleBasedStateMachine):
 
         self.cluster.each(run)
         self._all_or_nothing(before, grads)
-        self._window(seed + 100, skipped, True)
+        if then != "nothing":
+            self._window(seed + 100, skipped, True)
 
     @precondition(lambda self: not self.deferred)
     @rule(seed=SEEDS, failing=RANK, after=st.integers(0, 2))
@@ -348,7 +363,7 @@ class Job(RuleBasedStateMachine):
         self.saved = entry, path, text, held, list(self.cluster.specs), len(self.cluster.engines)
 
     @precondition(lambda self: self.saved is not None)
-    @rule(workers=st.integers(2, 4), same=st.booleans())
+    @rule(workers=st.integers(1, 5), same=st.booleans())
     def load(self, workers: int, same: bool) -> None:
         """On fresh engines of as many workers, or of others."""
         entry, path, text, held, tensors, before = self.saved or ()
