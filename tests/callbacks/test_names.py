@@ -49,11 +49,12 @@ def test_letters_of_other_languages_are_shown(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "größe [dim] \\t 重み\n"
 
 
-def test_a_plan_shows_paths_and_texts_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = tmp_path / "trace.json"
-    replace(resolve_trace("resnet-50"), name="[red]net", source="[/] \x1b[31m").save(given)
-    output = tmp_path / "[blue]"
-    run_plan(trace=str(given), output=str(output))
+def test_a_plan_shows_paths_and_texts_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    replace(resolve_trace("resnet-50"), name="[red]net", source="[/] \x1b[31m").save(Path("trace.json"))
+    run_plan(trace="trace.json", output="[blue]")
     said = capsys.readouterr().out
     assert "[red]net" in said
     assert r"Times of the trace: [/] \x1b[31m." in said
