@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_safusion.comm.catalogue import COLLECTIVES, find_collective
 from lightning_safusion.fusion.layout import TensorSpec
-from lightning_safusion.fusion.plans.registry import POLICIES
+from lightning_safusion.fusion.plans.registry import POLICIES, resolve_fusion
 from lightning_safusion.fusion.shipment import Shipment
 from lightning_safusion.fusion.state import carried, common_state, restore_carried
 from lightning_safusion.integration import checkpoint
@@ -39,7 +39,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "memory": ("residual", "residual", "residual", *MEMORIES),
     "integrity": (None, None, "checksum"),
     "wire": ("auto", "fp32", "eliasfano-bf16", "q4", "sign", "bitmap-q2", "coo-fp16"),
-    "fusion": tuple(each.name for each in POLICIES if not each.ticking),
+    "fusion": tuple(each.name for each in POLICIES),
     "scope": ("tensor", "tensor", "group"),
     "quota": ("proportional", "shared", "pooled"),
     "offload": (False, False, True),
@@ -87,6 +87,7 @@ class Job(RuleBasedStateMachine):
     """A job of virtual workers, and what it must hold back, by name of the tensor: the sum over ranks."""
 
     cluster: Cluster
+    ticking: bool
     conserves: bool  # the parts promise that nothing is lost: otherwise only replicas are compared
     held: dict[str, Tensor]  # float64
     largest: dict[str, float]  # magnitude so far, of which float32 has rounded a part
@@ -96,7 +97,9 @@ class Job(RuleBasedStateMachine):
     @initialize(options=OPTIONS, workers=st.integers(1, 5), tracked=st.booleans(), deferred=st.booleans())
     def start(self, options: dict[str, Any], workers: int, tracked: bool, deferred: bool) -> None:
         self.options, self.tracked = options, tracked
-        self.deferred = deferred and options["fusion"] != "naive"
+        fusion = resolve_fusion(options["fusion"])
+        self.ticking = fusion.ticking
+        self.deferred = deferred and not fusion.streams and not fusion.ticking
         self.density = Set()
         self.folder = tempfile.TemporaryDirectory()
         self.saved: tuple[Any, ...] | None = None
@@ -189,6 +192,7 @@ class Job(RuleBasedStateMachine):
     def window_with_both(self, seed: int, name: str, rank: int, stale: str, at: int, skipped: set[str]) -> None:
         self._window(seed, skipped, True, {stale: at}, (rank % len(self.cluster.engines), name))
 
+    @precondition(lambda self: not self.ticking)  # whose workers cannot go on from that
     @rule(
         seed=SEEDS,
         pushed=st.integers(1, len(TENSORS)),
