@@ -133,12 +133,12 @@ class Fit:
     def share_weights(self) -> None:
         """All workers get the parameters of the first, where theirs have the same names and shapes. Collective.
 
-        Where they have not, DDP's set-up names the difference.
+        Where they have not, or only some have ``init_sync=False``, the set-up names the difference.
         """
         model, options = self._strategy.model, self._strategy._ddp_kwargs
-        if model is not None and options.get("init_sync", True):
+        if model is not None:
             with during("set-up, when workers get the parameters of the first one"):
-                share_parameters(model, options.get("process_group"))
+                share_parameters(model, options.get("process_group"), options.get("init_sync", True))
 
     def begin_training(self) -> None:
         """The first batch follows; also of a search for the learning rate, a training inside of another one."""

@@ -55,16 +55,15 @@ def sparse_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, param) for name, param in trainable(module) if id(param) in weights]
 
 
-def share_parameters(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Gives all workers of a group the first one's parameters, if all have some of the same shapes. Collective."""
+def share_parameters(module: nn.Module, group: dist.ProcessGroup | None = None, wanted: bool = True) -> None:
+    """Gives all workers of a group the first one's parameters, if all want it and have the same shapes. Collective."""
     named = managed(module)
-    if any(isinstance(param, nn.parameter.UninitializedParameter) for _, param in named):
-        return
+    wanted &= not any(isinstance(param, nn.parameter.UninitializedParameter) for _, param in named)
     among: Any = group or dist.group.WORLD  # torch declares a group, and takes None
-    shapes = [(name, tuple(param.shape), str(param.dtype)) for name, param in named]
+    shapes = [(name, tuple(param.shape), str(param.dtype)) for name, param in named] if wanted else None
     everyone: list[Any] = [None] * dist.get_world_size(among)
     dist.all_gather_object(everyone, hashlib.sha256(repr(shapes).encode()).digest(), group=among)
-    if len(set(everyone)) == 1:
+    if wanted and len(set(everyone)) == 1:
         dist._broadcast_coalesced(among, [param.detach() for _, param in named], _BROADCAST_BYTES, 0)
 
 
