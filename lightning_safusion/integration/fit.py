@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_safusion.announce import announce
 from lightning_safusion.baselines import hook_exchange
 from lightning_safusion.comm.transport.interface import Transport, WorkerLostError, during
-from lightning_safusion.comm.transport.lockstep import Lockstep, OutOfStepError
+from lightning_safusion.comm.transport.lockstep import VALIDATION, Lockstep, OutOfStepError
 from lightning_safusion.fusion.build import JobTraits, check_equal, fingerprint
 from lightning_safusion.fusion.engine import Engine
 from lightning_safusion.fusion.layout import TensorSpec
@@ -25,7 +25,7 @@ from lightning_safusion.fusion.state import carried, restore_carried
 from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.exchange import Choice, GradientExchange, Mode, choose
 from lightning_safusion.integration.inputs import Inputs
-from lightning_safusion.integration.meeting import EpochEnd, between_batches, more_batches
+from lightning_safusion.integration.meeting import EpochEnd, between_batches, more_batches, validates
 from lightning_safusion.integration.optimizer import needs_plain_ddp, suited
 from lightning_safusion.integration.options import ddp_options, refuse_python_reducer, training_options
 from lightning_safusion.integration.parameters import (
@@ -122,6 +122,7 @@ class Fit:
                     strategy._timeout,
                     lambda: more_batches(trainer),
                     lambda: between_batches(trainer),
+                    lambda: validates(trainer),
                 )
             strategy.barrier("set-up goes on")
         team = None
@@ -331,7 +332,7 @@ class Fit:
 
     def pause(self) -> None:
         """Validation begins: signals are Lightning's meanwhile. Collective."""
-        self.meet("the beginning of validation")
+        self.meet(VALIDATION)
         if self._signals is not None:
             self._signals.release()
         self.exchange.pause()

@@ -121,6 +121,12 @@ def between_batches(trainer: Trainer) -> bool:
     return trainer.training and 0 < batches.ready == batches.completed
 
 
+def validates(trainer: Trainer) -> bool:
+    """Whether this worker validates after the latest batch."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+
+
 def _is_stopped(trainer: Trainer) -> bool:
     """Whether an epoch ends before its last batch, on all workers alike."""
     return trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_safusion.comm.transport.lockstep import Lockstep, OutOfStepError, wait_watchfully
+from lightning_safusion.comm.transport.lockstep import VALIDATION, Lockstep, OutOfStepError, wait_watchfully
 from lightning_safusion.comm.transport.torch_backend import TorchTransport
 from tests.process_group import run_ranks
 
@@ -107,6 +108,30 @@ def test_one_is_told_to_stop_and_the_other_is_not() -> None:
     for said, seconds in run_ranks(2, run):
         assert "rank 0 has ended epoch 0 after 2 batches; rank 1 has more batches after batch 2 of epoch 0" in said
         assert "trainer.should_stop" in said
+        assert 0.9 < seconds < 4
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [(False, "its last; rank 1 has more .* numbers of batches differ"), (None, "One was told to stop")],
+)
+def test_one_validates_and_the_other_goes_on(more: bool | None, words: str) -> None:
+    """Rank 1 has more batches; for a while it may still come to the validation, as to the one before."""
+
+    def run(rank: int) -> tuple[str, float]:
+        begin = time.monotonic()
+        mine = True if rank == 1 else more
+        lockstep = Lockstep(
+            torch.device("cpu"), None, lambda: mine, lambda: True, lambda: rank == 0 or time.monotonic() < begin + 1
+        )
+        lockstep.begin_batch(0, 3)
+        if rank == 0:
+            return _out_of_step(lambda: lockstep.meet(VALIDATION))
+        return _out_of_step(TorchTransport(lockstep=lockstep).all_reduce(torch.ones(1)).wait)
+
+    for said, seconds in run_ranks(2, run):
+        assert "rank 0 is at the beginning of validation, after batch 4 of epoch 0" in said
+        assert re.search(words, said)
         assert 0.9 < seconds < 4
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -66,6 +67,34 @@ def test_all_are_told_who_has_how_many(
     assert len(said) == len(batches)
     for each in said:
         assert re.search(f"{words}.* The numbers of batches differ between workers", each)
+
+
+class StopsOne(Callback):
+    """Tells one worker to stop."""
+
+    def on_train_batch_end(self, trainer: Trainer, *others: Any) -> None:
+        trainer.should_stop = trainer.global_rank == 1 and trainer.global_step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batches", "callbacks", "words"),
+    [
+        ((4, 6), [], "after batch 4 of epoch 0, its last; .* The numbers of batches differ between workers"),
+        ((6, 4), [], "after batch 4 of epoch 0, its last. The numbers of batches differ between workers"),
+        ((6, 6), [StopsOne()], r"after batch 2 of epoch 0. One was told to stop \(trainer.should_stop\)"),
+    ],
+)
+def test_all_are_told_where_the_first_to_end_an_epoch_validates(
+    batches: tuple[int, ...], callbacks: list[Callback], words: str
+) -> None:
+    def run(rank: int) -> None:
+        job = trainer(SAFusionStrategy(timeout=timedelta(minutes=30)), callbacks=callbacks)
+        job.fit(Counts(), DataLoader(Stream(4 * batches[rank]), batch_size=4), DataLoader(Stream(4), batch_size=4))
+
+    with pytest.raises(RuntimeError) as caught:
+        run_launched(len(batches), run)
+    assert len(re.findall(f"OutOfStepError: .* is at the beginning of validation.*{words}", str(caught.value))) == 2
 
 
 BATCHES = (4, 2, 0)  # Lightning rounds the mean of the workers' numbers of samples

@@ -30,6 +30,8 @@ _POLL_S = 2e-4  # where the backend has no such waits
 _LEAVE_S = 2.0  # so long who knows of a failure stays for the others to learn of it
 _ANSWER_S = 1.0  # so long the store is waited for, whose worker may be the lost one
 _GRACE_S = 5.0  # so long a host may still wait for a device that waits for ever
+#: Kind of a meeting that follows a batch, in the middle of an epoch or the last one.
+VALIDATION = "the beginning of validation"
 _EPOCH_END = "end of an epoch"
 _ROW = 512  # bytes of a place in a meeting
 _NUMBERS = count()
@@ -89,8 +91,9 @@ class Lockstep:
         device: Where small tensors of the process group live.
         timeout: Of the group; None: the backend's.
         more: Whether batches of this epoch follow the present one on this worker; None where that is not known, or
-            all workers stop here. Called on the thread.
+            all workers stop here. Called on the thread, and where validation begins.
         between: Whether the present batch has ended on this worker, with all that may stop it. Called on the thread.
+        validates: Whether this worker validates after the present batch. Called on the thread.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Lockstep:
         timeout: timedelta | None = None,
         more: Callable[[], bool | None] = lambda: None,
         between: Callable[[], bool] = lambda: False,
+        validates: Callable[[], bool] = lambda: False,
     ) -> None:
         self.group: Any = dist.new_group(timeout=timeout)  #: of all processes, for objects and control messages
         self.error: OutOfStepError | None = None  #: once it is known that waiting is in vain
@@ -107,7 +111,7 @@ class Lockstep:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._polls = "cuda:nccl" in dist.get_backend_config(self.group)
         self._device = device if self._polls else torch.device("cpu")
-        self._more, self._between = more, between
+        self._more, self._between, self._validates = more, between, validates
         self._epoch = self._batch = -1
         self._epoch_ended = False  # no batch of the next one has begun
         self._place = _Place(self._rank, 0, 0, "", "is before its first batch")
@@ -129,11 +133,14 @@ class Lockstep:
         timeout: timedelta | None,
         more: Callable[[], bool | None],
         between: Callable[[], bool],
+        validates: Callable[[], bool],
     ) -> Lockstep | None:
         """One of all processes, collective; None in a process alone, or where the process group has no store."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return None
-        return None if dist.distributed_c10d._get_default_store() is None else cls(device, timeout, more, between)
+        if dist.distributed_c10d._get_default_store() is None:
+            return None
+        return cls(device, timeout, more, between, validates)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lockstep:
         return self  # of a strategy that is copied: a process has one place
@@ -164,7 +171,8 @@ class Lockstep:
         """
         batch = f"after batch {self._batch + 1} of epoch {self._epoch}"
         where = f"is at {present_stage() or kind}, {batch if self._batch >= 0 else 'before the first batch'}"
-        self._meet(kind, where)
+        last = kind == VALIDATION and self._batch >= 0 and self._more_batches() is False
+        self._meet(kind, f"{where}, its last" if last else where, last)
 
     def _meet(self, kind: str, where: str, exhausted: bool = False) -> None:
         with self._lock:
@@ -272,8 +280,7 @@ class Lockstep:
 
     def _look(self, mine: _Place) -> None:
         """Looks whether this worker, which does not move, waits in vain, and tells others where it waits."""
-        # all have ended the epoch: what is left of the next one says nothing of the batches before
-        more = None if mine.kind or self._epoch_ended else self._more()
+        more = None if mine.kind else self._more_batches()
         if more is False:
             mine = replace(mine, where=f"{mine.where}, its last", exhausted=True)
         if mine.kind or mine.exhausted:
@@ -281,14 +288,23 @@ class Lockstep:
         elif self._store.check(["waiting"]):
             other = _Place(**json.loads(self._store.get("waiting")))
             meets = other.meetings == mine.meetings + 1
-            ended = other.exhausted or (other.kind == _EPOCH_END and self._between())
-            longer = bool(more) and ended and mine.batches == other.batches
+            longer = bool(more) and mine.batches == other.batches and self._goes_on(other)
             if longer:
                 mine = replace(mine, where=f"has more batches after batch {self._batch + 1} of epoch {self._epoch}")
             if (meets and mine.batches > other.batches) or (longer and (meets or other.meetings == mine.meetings)):
                 self._store.compare_set("failure", "", _description([other, mine]))
         if self._store.check(["failure"]):
             self._fail(self._store.get("failure").decode(), mine)
+
+    def _more_batches(self) -> bool | None:
+        # all have ended the epoch: what is left of the next one says nothing of the batches before
+        return None if self._epoch_ended else self._more()
+
+    def _goes_on(self, other: _Place) -> bool:
+        """Whether this worker, which has more batches, goes on to the next one, and ``other`` does not."""
+        if other.kind == VALIDATION:  # all validate, in the middle of an epoch
+            return self._between() and not self._validates()
+        return other.exhausted or (other.kind == _EPOCH_END and self._between())
 
     def _fail(self, description: str, mine: _Place) -> None:
         with self._lock:
@@ -327,7 +343,7 @@ def _description(places: list[_Place]) -> str:
             "'stop'), or give all the same, with a sampler that pads or drops the rest (DistributedSampler) or with "
             "limit_train_batches."
         )
-    elif any(place.kind == _EPOCH_END for place in places):
+    elif any(place.kind == _EPOCH_END for place in places) or {place.kind for place in places} == {VALIDATION, ""}:
         cause = (
             "One was told to stop (trainer.should_stop): tell all of them, for example what "
             "trainer.strategy.reduce_boolean_decision returns."
