@@ -118,6 +118,7 @@ FEATURES: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
     "limit_batches": (lambda: {"limit_train_batches": 0.4, "limit_val_batches": 0.1}, 16),
     "sanity check": (lambda: {"num_sanity_val_steps": -1}, 12),
     "val_check_interval": (lambda: {"val_check_interval": 2}, 12),
+    "val_check_interval as a time": (lambda: {"val_check_interval": {"hours": 1}}, 12),
 }
 #: The others are slow tests.
 QUICK = ("max_steps",)

@@ -40,8 +40,8 @@ _OWN = {"module", "device_ids", "output_device", "process_group", "device_mesh"}
 
 # Of the trainer: after which batches all workers validate and end.
 _LENGTHS = (
-    "max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "val_check_interval",
-    "check_val_every_n_epoch", "num_sanity_val_steps",
+    "max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "check_val_every_n_epoch",
+    "num_sanity_val_steps",
 )  # fmt: skip
 
 
@@ -107,9 +107,16 @@ def training_options(trainer: Trainer, module: nn.Module | None, optimizers: Seq
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "gradient_clip_val": trainer.gradient_clip_val,
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        "val_check_interval": _val_check_interval(trainer),
     } | {name: getattr(trainer, name) for name in _LENGTHS}
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning's callback connector
     schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
     if schedules:
         options["gradient accumulation schedule"] = [list(each.items()) for each in schedules]
     return {name: as_text(value) for name, value in options.items()} | optimizer_options(optimizers)
+
+
+def _val_check_interval(trainer: Trainer) -> Any:
+    # a time, from Lightning 2.6 on, is an attribute of its own, in place of the other
+    seconds = getattr(trainer, "_val_check_time_interval", None)
+    return trainer.val_check_interval if seconds is None else f"{seconds:g} s"

@@ -79,6 +79,7 @@ def test_both_workers_are_told_of_the_difference() -> None:
         "gradient_clip_val: rank 0 has None, rank 1 has 0.5": differing(options={"gradient_clip_val": 0.5}),
         "max_steps: rank 0 has 2, rank 1 has 3": differing(options={"max_steps": 3}),
         "val_check_interval: rank 0 has 1.0, rank 1 has 2": differing(options={"val_check_interval": 2}),
+        "val_check_interval: rank 0 has 1.0, rank 1 has 90 s": differing(options={"val_check_interval": "00:00:01:30"}),
         "limit_train_batches: rank 0 has 1.0, rank 1 has 4": differing(options={"limit_train_batches": 4}),
         "precision: rank 0 has 32-true, rank 1 has bf16-mixed": differing(options={"precision": "bf16-mixed"}),
         "optimizers: rank 0 has SGD, rank 1 has Adam": differing(model={"kind": torch.optim.Adam}),
