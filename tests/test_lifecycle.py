@@ -3,7 +3,9 @@ process."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 from collections import Counter
@@ -84,6 +86,28 @@ def test_fit_twice_and_evaluate_in_between() -> None:
     (first, windows), (second, _) = run_launched(2, run)
     assert windows == 10
     assert equal(first, second)
+
+
+@pytest.mark.slow
+def test_a_trainer_is_copied_and_pickled_after_training(tmp_path: Path) -> None:
+    def run(rank: int) -> list[Any]:
+        job, model = trainer(SAFusionStrategy(**SPARSE), limit_train_batches=3), TinyClassifier()
+        job.fit(model, classification())
+        ended = []
+        for number, each in enumerate((copy.deepcopy(job), pickle.loads(pickle.dumps(job)))):  # noqa: S301 (our own)
+            assert each.strategy.figures()["windows"] == 3
+            each.save_checkpoint(tmp_path / f"{number}.ckpt")
+            each.fit_loop.max_epochs = 2
+            trained = copy.deepcopy(model)
+            each.fit(trained, classification())
+            ended.append(weights(trained))
+        return ended
+
+    (copied, pickled), others = run_launched(2, run)
+    assert equal([copied, pickled], others)
+    assert equal(copied, pickled)
+    # residuals stay in their process
+    assert [(tmp_path / f"{number}.ckpt.safusion").exists() for number in range(2)] == [True, False]
 
 
 class Failing(TinyClassifier):

@@ -39,6 +39,12 @@ class FitHistory:
         self._asked = 0  # windows when the engine was asked whether it steps aside
         self._began: tuple[int, float] | None = None  # windows so far, and when the latest step began
 
+    def __deepcopy__(self, memo: object) -> FitHistory:
+        return self  # an engine cannot be copied; the next fit of the copy has a history of its own
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"last": None}  # nor does it leave its process
+
     def keep(self, engine: Engine) -> None:
         """Adds an engine that another one, or plain DDP, takes the place of."""
         self.decisions += tuple(engine.planner.decisions)

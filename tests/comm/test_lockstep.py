@@ -111,6 +111,7 @@ def test_one_is_told_to_stop_and_the_other_is_not() -> None:
         assert 0.9 < seconds < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "words"),
     [(False, "its last; rank 1 has more .* numbers of batches differ"), (None, "One was told to stop")],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import pickle
 import socket
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor
 from lightning_safusion import OverlapProfiler, SAFusionStrategy
 from lightning_safusion.fusion.plans.costs import GroupCosts
 from lightning_safusion.fusion.plans.plan import Plan
+from lightning_safusion.integration.history import FitHistory
 from lightning_safusion.tools.report.advice import advise
 from lightning_safusion.tools.report.page import load_run
 from tests.models import Lines, TinyClassifier, classification, equal, fit, trainer, weights
@@ -42,6 +45,15 @@ def test_after_its_first_review_it_says_what_a_step_takes_and_would_take() -> No
     assert report["step_s"] > 0
     assert report["ddp_step_s"] > 0
     assert sum(step is None for step in steps) == sum(step is None for step in others)
+
+
+def test_what_a_fit_has_done_is_copied_and_pickled_without_its_engine() -> None:
+    history, engine = FitHistory(), object()
+    history.last, history.ended = engine, {"windows": 3}  # type: ignore[assignment]
+    assert copy.deepcopy(history).last is engine  # not copied: a Trainer is, after training
+    pickled = pickle.loads(pickle.dumps(history))  # noqa: S301  our own bytes
+    assert pickled.last is None
+    assert pickled.ended == {"windows": 3}
 
 
 class Burdened(TinyClassifier):
