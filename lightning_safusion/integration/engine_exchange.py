@@ -36,8 +36,8 @@ from lightning_safusion.kernels import cpu
 from lightning_safusion.sparsify.memory.momentum import AutoEF21Memory
 from lightning_safusion.sparsify.schedule import ConstantDensity, SuitedDensity
 
-# What torch.compile takes for the bucket size when it splits graphs; the real buckets hold one parameter each.
-_COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
+#: What torch.compile takes for the bucket size when it splits graphs; the real buckets hold one parameter each.
+COMPILE_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class EngineExchange(GradientExchange):
@@ -114,7 +114,7 @@ class EngineExchange(GradientExchange):
 
     def register(self, ddp: DistributedDataParallel, relay: Relay | None = None) -> None:
         """See :meth:`GradientExchange.register`; ``relay``: DDP's hook, if it has one."""
-        ddp.bucket_bytes_cap = _COMPILE_BUCKET_BYTES
+        ddp.bucket_bytes_cap = COMPILE_BUCKET_BYTES
         left = {id(param) for _, param in self._untrained}
         params = [param for _, param in dense_parameters(ddp.module) if id(param) not in left]
         hook = DDPHook(

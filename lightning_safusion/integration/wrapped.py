@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_safusion.fusion.hook import Relay
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
-from lightning_safusion.integration.engine_exchange import EngineExchange
+from lightning_safusion.integration.engine_exchange import COMPILE_BUCKET_BYTES, EngineExchange
 from lightning_safusion.integration.parameters import trained
 
 DenseRules = tuple[list[str], int, int]
@@ -98,6 +98,7 @@ class InDDP(Wrapped):
         self.inner: nn.Module = model.module
         self.group: dist.ProcessGroup = model.process_group
         self._ddp = model
+        model.bucket_bytes_cap = COMPILE_BUCKET_BYTES  # Dynamo refuses small buckets, also where DDP averages
         self.find_unused, self.static = bool(model.find_unused_parameters), bool(model.static_graph)
         self.options = {"find_unused_parameters": str(self.find_unused), "static_graph": str(self.static)}
         self._relay = _relay_of(model)

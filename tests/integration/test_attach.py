@@ -268,9 +268,10 @@ def test_another_optimizer_goes_on_with_the_residuals() -> None:
     assert equal(ends[0][3], ends[1][3])
 
 
-def test_a_model_may_be_compiled() -> None:
+@pytest.mark.parametrize("found", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_model_may_be_compiled(found: bool) -> None:
     def run(rank: int) -> bool:
-        loops = Loop(), Loop(compiled=True)
+        loops = Loop(found=found), Loop(found=found, compiled=True)
         for loop in loops:
             loop.train(batches(rank)[:6])
         return equal(loops[0].weights, loops[1].weights)
