@@ -135,7 +135,8 @@ class Planner:
             self._begin_search(len(costs.numels))
         if self._search is not None:
             return GroupPricer(costs).plan(self._search.stops)
-        return self.policy.plan(costs) if self._profile is None else self.policy.resized(costs)
+        plan = self.policy.plan(costs) if self._profile is None else self.policy.resized(costs)
+        return _checked(plan, self.policy, len(costs.numels))
 
     def _begin_search(self, tensors: int, measured: Sequence[float] = ()) -> None:
         self._search = self.policy.search(tensors)
@@ -333,3 +334,15 @@ class Planner:
         self._search = None
         if (measured := state.get("search")) is not None:
             self._begin_search(len(shape), measured)
+
+
+def _checked(plan: object, policy: FusionPolicy, tensors: int) -> Plan:
+    """What a policy, which may be one of a user's, has made for so many tensors."""
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"the grouping {policy!r} has to return a Plan, as of GroupPricer(costs).plan(stops), got {plan!r:.80} of "
+            f"type {type(plan).__name__}"
+        )
+    if plan.num_tensors != tensors:
+        raise ValueError(f"the grouping {policy!r} has made a plan of {plan.num_tensors} tensors, there are {tensors}")
+    return plan

@@ -294,3 +294,31 @@ def test_the_rank_that_began_last_says_how_long_a_window_took() -> None:
     seconds = in_threads(local_transports(2, timeout=20.0), run)
     assert seconds[0] == seconds[1]
     assert 0.03 < seconds[0] < 0.1
+
+
+class Returns(FusionPolicy):
+    """A grouping with a mistake."""
+
+    name = "returns"
+
+    def __init__(self, plan: Any) -> None:
+        self.made = plan
+
+    def plan(self, costs: GroupCosts) -> Plan:
+        plan: Plan = self.made
+        return plan
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (None, r"grouping Returns\(made=None\) has to return a Plan, .*, got None of type NoneType"),
+        ([1, 2], r"got \[1, 2\] of type list"),
+        (Plan.from_stops([1]), "has made a plan of 1 tensors, there are"),
+        (Plan.from_stops([1, 99]), "has made a plan of 99 tensors, there are"),
+    ],
+    ids=["nothing", "stops", "too few", "too many"],
+)
+def test_a_grouping_that_makes_no_plan_is_named(made: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        Rank(Returns(made), Job()).run(1)
