@@ -50,7 +50,7 @@ class SAFusionFabricStrategy(DDPStrategy):
 
     def __init__(self, density: float | DensitySchedule | None = None, system: str = DEFAULT, **kwargs: Any) -> None:
         parts = {name: kwargs.pop(name) for name in PARTS if name in kwargs}
-        refuse_options(kwargs, ["density", "system", *PARTS], DDPStrategy)
+        refuse_options(kwargs, ["density", "system", *PARTS], DDPStrategy, SAFusionFabricStrategy.__name__)
         checked_parts(system, density, parts)
         super().__init__(**kwargs)
         self._job: dict[str, Any] = {"density": density, "system": system, **parts}

@@ -45,22 +45,30 @@ _LENGTHS = (
 )  # fmt: skip
 
 
-def refuse_options(options: dict[str, Any], own: list[str], strategy: type = DDPStrategy) -> None:
-    """Refuses options that contradict the strategy, and names that neither it nor DDP has; suggests its ``own``.
+def refuse_options(
+    options: dict[str, Any], own: list[str], strategy: type = DDPStrategy, name: str = "SAFusionStrategy"
+) -> None:
+    """Refuses options that contradict a strategy, and names that neither it nor DDP has; suggests its ``own``.
+
+    Args:
+        options: That were given, beside its own.
+        own: Names of its own.
+        strategy: Lightning's, whose options it takes.
+        name: Of the strategy in errors.
 
     Raises:
         MisconfigurationException: If an option contradicts the strategy.
         TypeError: If there is no such option.
     """
-    for name, reason in REFUSED_OPTIONS.items():
-        value = options.get(name)
+    for option, reason in REFUSED_OPTIONS.items():
+        value = options.get(option)
         if value is not None and value is not False:
-            raise MisconfigurationException(f"SAFusionStrategy does not take {name}={value!r}: {reason}.")
+            raise MisconfigurationException(f"{name} does not take {option}={value!r}: {reason}.")
     known = {*signature(strategy).parameters, *signature(DistributedDataParallel).parameters}
-    for name in options:
-        if name not in known | REFUSED_OPTIONS.keys():
-            hint = suggestion(name, [*own, *known])
-            raise TypeError(f"SAFusionStrategy has no argument {name!r}, nor has DistributedDataParallel.{hint}")
+    for option in options:
+        if option not in known | REFUSED_OPTIONS.keys():
+            hint = suggestion(option, [*own, *known])
+            raise TypeError(f"{name} has no argument {option!r}, nor has DistributedDataParallel.{hint}")
 
 
 def register_launchers(registry: _StrategyRegistry, strategy: type, unused: Sequence[bool | None]) -> None:

@@ -137,9 +137,9 @@ def test_another_number_of_models_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"densty": 0.1}, r"no argument 'densty'.* Did you mean 'density'"),
+        ({"densty": 0.1}, r"SAFusionFabricStrategy has no argument 'densty'.* Did you mean 'density'"),
         ({"system": "powersgd"}, "system='powersgd' works without the engine"),
-        ({"mixed_precision": True}, "does not take mixed_precision"),
+        ({"mixed_precision": True}, "SAFusionFabricStrategy does not take mixed_precision"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], said: str) -> None:
