@@ -116,6 +116,19 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     return found
 
 
+def refuse_part(module: FSDPModule) -> None:
+    """Raises a ValueError if a module is inside of another one that is sharded; FSDP2 knows it in a forward pass."""
+    state: Any = module._get_fsdp_state()
+    if state._is_root is not False:  # None before the first one
+        return
+    name = next((repr(each._module_fqn) for each in _param_groups(module)), "a module")
+    raise ValueError(
+        f"{name} ({type(module).__name__.removeprefix('FSDP')}) is a part of a model that fully_shard has sharded, and "
+        "nothing would average the gradients of its other parts over the replicas: give attach the whole model, for "
+        "which fully_shard was called last"
+    )
+
+
 def resharded(model: nn.Module) -> Sequence[FSDPModule]:
     """All sharded modules, with their shards: after a forward pass, or with set_reshard_after_backward(False), whole
     parameters may be in their place.

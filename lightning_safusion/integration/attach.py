@@ -87,7 +87,7 @@ def attach(
             is sharded, and torch is older than 2.8.
         TypeError: If the model is not wrapped, an argument is of another type, or there is no such part.
         ValueError: If a name, number or timeout is not one of the possible ones; if FSDP2 averages over replicas
-            itself.
+            itself; if the model is a part of a sharded one, here or in its first forward pass.
 
     Example::
 

@@ -236,6 +236,7 @@ class Attached(AttachedState):
     def _begin(self, model: nn.Module) -> None:
         if not torch.is_grad_enabled():
             return
+        self._model.refuse_part()
         # what is collective begins in training mode: one worker alone may evaluate
         if self._found and model.training:
             found, self._found = self._found, []

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_safusion.announce import announce
 from lightning_safusion.fusion.layout import TensorSpec, specs_from_parameters
-from lightning_safusion.fusion.sharded_hook import ShardedHook, ShardGroup, shard_groups
+from lightning_safusion.fusion.sharded_hook import ShardedHook, ShardGroup, refuse_part, shard_groups
 from lightning_safusion.integration.engine_exchange import EngineExchange
 from lightning_safusion.integration.parameters import params_of, trained, untrained
 from lightning_safusion.integration.wrapped import TAKEN, DenseRules, Wrapped
@@ -44,8 +44,8 @@ class InFSDP(Wrapped):
 
     Raises:
         RuntimeError: If the model is taken, or torch is too old.
-        ValueError: If the mesh has another number of dimensions or has shards in it, or FSDP2 averages over replicas
-            itself.
+        ValueError: If the mesh has another number of dimensions or has shards in it, FSDP2 averages over replicas
+            itself, or the model is a part of a sharded one.
     """
 
     dense = "an all-reduce between the replicas"
@@ -74,6 +74,7 @@ class InFSDP(Wrapped):
             "shards": str([each.shapes for each in groups]),
             "place among the shards": f"{at} of {sizes}",
         }
+        self.refuse_part()
         self._hook: ShardedHook | None = None
         self._syncs = True
         self._partial: dict[int, Tensor] = {}  # sums of passes that exchanged nothing, by group
@@ -82,6 +83,9 @@ class InFSDP(Wrapped):
             raise RuntimeError(TAKEN)
         self._follow()
         _taken.add(self.module)
+
+    def refuse_part(self) -> None:
+        refuse_part(self.module)
 
     def _follow(self) -> None:
         """Looks which parameters are trained now."""

@@ -65,6 +65,9 @@ class Wrapped(ABC):
         """The gradients that are exchanged, as they arrive."""
         return specs_from_parameters(trained(self.inner, optimizers), *rules)
 
+    def refuse_part(self) -> None:  # noqa: B027  # DDP wraps whole models
+        """Raises a ValueError if a forward pass shows that the model is a part of another one."""
+
     def refuse_join(self) -> None:  # noqa: B027  # FSDP2 has none
         """Raises a RuntimeError if workers may have different numbers of batches."""
 

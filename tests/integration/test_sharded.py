@@ -452,3 +452,20 @@ def test_what_is_refused() -> None:
             strict=True,
         ):
             assert expected in text
+
+
+def test_a_part_of_a_model_is_refused() -> None:
+    """Nothing would average the rest; which is the root FSDP2 knows after a forward pass, here of an evaluation."""
+
+    def run(rank: int) -> None:
+        mesh, x, said = meshes(), torch.ones(2, 13), r"'first' \(Sequential\) is a part of a model that fully_shard has"
+        for known in (False, True):
+            model = sharded(mesh["shard"])
+            if known:
+                with torch.no_grad():
+                    model(x)
+            with pytest.raises(ValueError, match=said):  # noqa: PT012 (in one of the two)
+                attach(model.first, torch.optim.SGD(model.parameters()), replicate_mesh=mesh["replicate"], **SPARSE)
+                model(x)
+
+    run_ranks(4, run)
