@@ -111,7 +111,8 @@ def _result(result: str, first: Curve, other: Curve, a: str, b: str) -> str:
         return f"{result} ended alike: {values}."
     scatter = min(counts) >= _SCATTERED and abs(change) < 2 * hypot(one.error, two.error)
     unclear = " (no clear difference: single values scatter as much)" if scatter else ""
-    much = f"{abs(change / two.value) * 100:.2g} % " if two.value else ""
+    share = abs(change / two.value) * 100 if two.value else 0.0
+    much = f"{share:{',.0f' if share >= 10 else '.2g'}} % " if share else ""
     return f"{result} ended {much}{'lower' if change < 0 else 'higher'} in {a}{unclear}: {values}."
 
 

@@ -62,6 +62,7 @@ def test_two_runs_differ_in_words(tmp_path: Path) -> None:
 def test_two_sparse_runs_are_compared_with_each_other(tmp_path: Path) -> None:
     text = words(sparse(tmp_path / "a", loss=0.4), sparse(tmp_path / "b"))
     assert re.search(r"loss ended 20 % lower in a", text)
+    assert "loss ended 298 % higher in c" in words(sparse(tmp_path / "c", loss=2.0), sparse(tmp_path / "b"))
     assert "(means of the logged steps).\n" in text  # the same bytes: neither has fewer
     assert "unknown" not in text
 
