@@ -21,6 +21,11 @@ from lightning_safusion.fusion.engine import Engine
 # which DDP rounds down to 0 bytes. torch 2.11 refuses a plain 0.
 OWN_BUCKETS_MB = 2.0**-21
 
+_HELD = (
+    " DDP holds them back, since another parameter of their bucket has no gradient: one that was frozen after DDP had "
+    "wrapped the model, or that no optimizer has."
+)
+
 
 class Relay:
     """DDP's communication hook, of which there can be one for ever: it passes buckets on, or does what DDP does.
@@ -258,13 +263,14 @@ class DDPHook(GradientHook):
             # DDP's first bucket holds everything and was never full: the hook has not run at all
             missing = stale or list(self._untrained.values())
         # DDP passes on no bucket after the first that is missing: name those that have no gradient, if any
+        held = "" if stale or not missing else _HELD
         missing = [name for name in missing if name in set(stale)] or missing
         if self._sparse or self.engine.complete:
             missing += [name for name in self._sparse_names.values() if name not in self._sparse]
         if missing:
             self._refuse(
                 missing,
-                " If this is intended, pass find_unused_parameters=True to the strategy (by name: "
+                held + " If this is intended, pass find_unused_parameters=True to the strategy (by name: "
                 "'safusion_find_unused_parameters_true'), or to the DistributedDataParallel that was attached.",
             )
 

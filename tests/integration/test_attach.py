@@ -370,6 +370,29 @@ def test_parameters_that_are_frozen_later() -> None:
     assert "was frozen at set-up, and is not now: call bind" in said
 
 
+def test_what_waits_for_a_frozen_parameter_is_explained() -> None:
+    """DDP has it in a bucket with others, and does not look for those without a gradient."""
+
+    def run(rank: int) -> str:
+        net = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 4))
+        model = DistributedDataParallel(net, **OWN_BUCKETS)
+        optimizer = adamw(model.parameters())
+        handle = attach(model, optimizer, **SPARSE)
+        for number in range(3):
+            if number == 2:  # DDP has made its buckets
+                net[0].requires_grad_(False)
+                handle.bind(optimizer)
+            optimizer.zero_grad()
+            model(torch.ones(2, 16)).square().mean().backward()
+            with pytest.raises(RuntimeError) if number == 2 else nullcontext() as raised:
+                optimizer.step()
+        return str(raised.value)
+
+    for said in run_ranks(2, run):
+        assert "no gradient in this backward pass: 1.bias." in said
+        assert "another parameter of their bucket has no gradient: one that was frozen after DDP had wrapped" in said
+
+
 def test_a_copy_of_the_model_has_nothing_attached() -> None:
     def run(rank: int) -> list[tuple[int, list[Tensor]]]:
         loop, ends = Loop(), []
