@@ -116,7 +116,7 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     return found
 
 
-def refuse_part(module: FSDPModule) -> None:
+def refuse_part(module: Any) -> None:
     """Raises a ValueError if a module is inside of another one that is sharded; FSDP2 knows it in a forward pass."""
     state: Any = module._get_fsdp_state()
     if state._is_root is not False:  # None before the first one
