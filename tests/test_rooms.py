@@ -70,6 +70,6 @@ def test_the_package_loads_no_tool() -> None:
 def test_the_package_grows_by_decision() -> None:
     """Who needs more lines finds others that can go, or raises a number here and says why in the change."""
     lines = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in files(".")}
-    assert sum(lines.values()) <= 39_300
+    assert sum(lines.values()) <= 39_320
     assert lines["strategy.py"] <= 450
     assert max(lines.values()) <= 450
