@@ -309,7 +309,7 @@ def test_lightning_need_not_be_importable(tmp_path: Path) -> None:
         printed.append(run(*torchrun, "blocked.py", "loop.py", cwd=tmp_path))
     assert "epoch 1: " in printed[0]
     assert "epoch 1: " not in printed[1]
-    assert re.search(r"epoch 4: accuracy 0\.9", printed[1]), printed[1]
+    assert re.search(r"epoch 4: accuracy (0\.9|1\.0)", printed[1]), printed[1]
     assert "SAFusionStrategy needs Lightning, which cannot be imported: lightning is blocked" in printed[1]
 
 
