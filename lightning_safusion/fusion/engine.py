@@ -319,7 +319,8 @@ class Engine:
         self.launching.forget()
         if self._window is not None and not self.clock.instant:
             self.launching.lane.synchronize()
-        if self.clock.instant or self.space.streams:  # elsewhere nothing is launched that depends on this rank alone
+        # elsewhere nothing is launched that depends on this rank alone
+        if self.clock.instant or self.planner.policy.streams:
             self._forgotten = self._window or self._forgotten
         self._window = self._unobserved = self._order = self._undecided.outcome = None
         self.ending.forget()

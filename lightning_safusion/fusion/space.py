@@ -100,11 +100,6 @@ class GradientSpace:
         )
 
     @property
-    def streams(self) -> bool:
-        """Whether each worker sends buffers at its own pace."""
-        return self._stream_transport is not None
-
-    @property
     def scattered(self) -> float:
         """Share of the quotas that a worker sends of what it has selected itself."""
         return self.collective.exchange.scattered

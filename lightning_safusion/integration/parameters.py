@@ -58,7 +58,7 @@ def sparse_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def share_parameters(module: nn.Module, group: dist.ProcessGroup | None = None, wanted: bool = True) -> None:
     """Gives all workers of a group the first one's parameters, if all want it and have the same shapes. Collective."""
     named = managed(module)
-    wanted &= not any(isinstance(param, nn.parameter.UninitializedParameter) for _, param in named)
+    wanted = wanted and not any(isinstance(param, nn.parameter.UninitializedParameter) for _, param in named)
     among: Any = group or dist.group.WORLD  # torch declares a group, and takes None
     shapes = [(name, tuple(param.shape), str(param.dtype)) for name, param in named] if wanted else None
     everyone: list[Any] = [None] * dist.get_world_size(among)
