@@ -346,8 +346,8 @@ def _description(places: list[_Place]) -> str:
     elif any(place.kind == _EPOCH_END for place in places) or {place.kind for place in places} == {VALIDATION, ""}:
         cause = (
             "One was told to stop (trainer.should_stop): tell all of them, for example what "
-            "trainer.strategy.reduce_boolean_decision returns. Or "
-            "val_check_interval is a time: give a number of batches."
+            "trainer.strategy.reduce_boolean_decision returns. Or val_check_interval is "
+            "a time: give a number of batches."
         )
     else:
         cause = "Barriers, broadcasts and saves are for all workers: call none on some of them only."
