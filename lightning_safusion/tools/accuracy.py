@@ -44,7 +44,7 @@ _HOOKS: Mapping[str, str] = {
     "ddp-bf16": "DDP in bf16 rounds gradients before they are added up; its accuracy was not measured here",
     "ddp-fp16": "DDP in fp16 rounds gradients before they are added up; its accuracy was not measured here",
     "powersgd": "PowerSGD of rank 1 ended 36 % above dense training's loss on a small transformer with AdamW",
-    "powersgd-rank4": "PowerSGD of rank 4 ended 16 % above dense training's loss on a small transformer with AdamW",
+    "powersgd-rank4": "PowerSGD of rank 4 ended 1 to 11 % above dense training's loss on small transformers with AdamW",
 }
 #: Densities of ``density=None``, where they are not that of Adam's kind.
 _DENSITIES: Mapping[str, float] = {

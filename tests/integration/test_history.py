@@ -6,6 +6,7 @@ import copy
 import csv
 import pickle
 import socket
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,22 +58,23 @@ def test_what_a_fit_has_done_is_copied_and_pickled_without_its_engine() -> None:
 
 
 class Burdened(TinyClassifier):
-    """Multiplies matrices in its forward pass: tens of milliseconds of work, or none."""
+    """Takes so many seconds longer in its forward pass; asleep, or it would slow the other rank where cores are few."""
 
-    def __init__(self, products: int) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.products = products
+        self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        more = torch.ones(256, 256)
-        for _ in range(self.products):
-            more = torch.tanh(more @ more)
+        time.sleep(self.seconds)
         return super().forward(x)
 
 
 @pytest.mark.slow
 def test_a_worker_that_computes_longer_is_named_and_its_link_is_not_slower(tmp_path: Path) -> None:
-    """Of the time that the others wait, at most a quarter may pass for that of all messages of a step."""
+    """Of the time that the others wait, less than half may pass for that of all messages of a step.
+
+    Those take a few milliseconds on a busy machine. ``tests/fusion/test_slowest.py`` says how much, with its own clock.
+    """
 
     def run(rank: int) -> tuple[list[str], dict[str, Any], GroupCosts, Plan]:
         said, found = Lines(), []
@@ -81,7 +83,7 @@ def test_a_worker_that_computes_longer_is_named_and_its_link_is_not_slower(tmp_p
         watch = LambdaCallback(on_train_end=lambda *_: found.append((strategy.costs, strategy.plan)))
         logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
         job = trainer(strategy, callbacks=[profiler, watch], max_epochs=2, max_steps=30, logger=logger)
-        job.fit(Burdened(60 * rank), classification())
+        job.fit(Burdened(0.1 * rank), classification())
         ((costs, plan),) = found
         return [line for line in said.lines if "is slow" in line], strategy.figures(), costs, plan
 
@@ -93,7 +95,7 @@ def test_a_worker_that_computes_longer_is_named_and_its_link_is_not_slower(tmp_p
     assert slow == {name: others[name] for name in slow}
     assert (slow["slow_rank"], slow["waiting_s"] > 1e-3) == (1, True)
     fixed, per_byte = costs.sparse
-    assert fixed * len(plan.groups) + per_byte * sum(costs.sparse_bytes) < slow["waiting_s"] / 4
+    assert fixed * len(plan.groups) + per_byte * sum(costs.sparse_bytes) < slow["waiting_s"] / 2
     assert "is slow: the others wait" in advise(load_run(tmp_path).overlap)[0].text
     (table,) = tmp_path.rglob("metrics.csv")
     assert any(row["safusion/slow_rank"] == "1.0" for row in csv.DictReader(table.open()))
