@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import multiprocessing
 import os
 import pickle
@@ -14,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -130,11 +131,18 @@ def run_launched(world_size: int, fn: Callable[..., Any], *args: Any, timeout: f
 
 
 def run_script(script: Path, folder: Path, world_size: int = 2) -> list[str]:
+    """What a script prints, warns and logs on each rank, in processes that look as if torchrun had started them.
+
+    They have imported already what the test has, which takes most of the time of a small script.
+    """
+
     def run(rank: int) -> str:
         os.chdir(folder)
+        os.environ |= {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
         sys.argv = [str(script)]
         printed = io.StringIO()
-        with redirect_stdout(printed):
+        logging.getLogger("lightning").addHandler(logging.StreamHandler(printed))
+        with redirect_stdout(printed), redirect_stderr(printed):
             runpy.run_path(str(script), run_name="__main__")
         return printed.getvalue()
 

@@ -418,4 +418,4 @@ class LongJob(Job):
 
 
 LongJobTest = pytest.mark.slow(LongJob.TestCase)
-LongJobTest.settings = examples(max_examples=400, stateful_step_count=20)
+LongJobTest.settings = examples(max_examples=250, stateful_step_count=20)

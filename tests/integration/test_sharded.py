@@ -133,7 +133,7 @@ def test_density_one_is_that_of_a_mesh_of_two_dimensions(
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 OWN: Sequence[Sequence[str]] = (["90"], ["gfx942"])
-OLDER: dict[str, Sequence[str]] = {"3.2.0": ["90"], "3.6.0": ["90", "gfx942"]}
+OLDER: dict[str, Sequence[str]] = {"3.2.0": ["90"], "3.6.0": ["90"]}
 if os.environ.get("SAFUSION_VERSIONS") == "1":
     OWN = (["80", "90", "100"], ["gfx942"])
     OLDER = dict.fromkeys((version for version in study.TRITONS if version != triton.__version__), study.TARGETS)
