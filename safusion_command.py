@@ -201,7 +201,7 @@ def add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> None:
     texts = {each.arg_name: " ".join((each.description or "").replace("``", "").split()) for each in documented.params}
     hints = get_type_hints(function)
     for name, parameter in signature(function).parameters.items():
-        about: dict[str, Any] = {"type": hints[name], "help": texts[name]}
+        about: dict[str, Any] = {"type": hints[name], "help": texts.get(name)}  # None under python -OO
         if parameter.default is parameter.empty:
             if str(hints[name]).startswith("collections.abc.Sequence"):
                 about |= {"type": get_args(hints[name])[0], "nargs": "+"}

@@ -48,6 +48,17 @@ def test_help_has_every_option_and_names_types_as_people_do(command: str, capsys
     assert "--document" not in text
 
 
+def test_options_are_there_without_docstrings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    function = function_of(safusion_command.COMMANDS["plan"][0])
+    monkeypatch.setattr(function, "__doc__", None)  # as under python -OO
+    with pytest.raises(SystemExit) as ended:
+        safusion_command.main(["plan", "--help"])
+    assert ended.value.code == 0
+    assert "--nodes" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("arguments", [[], ["train"], ["demo", "--density", "much"], ["demo", "--colour", "red"]])
 def test_what_cannot_be_parsed_ends_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
