@@ -67,6 +67,7 @@ class Engine:
         self._order: list[int] | None = None  # to be adopted before the next window
         self._undecided = Undecided(self.space, self.steps, OverflowGuard(self.space, self.transport))
         self._first = True  # DDP's first window submits everything at its end, in an order that means nothing
+        self._rebuilds = True  # after it DDP makes other buckets, also in a job that is resumed
         self._window: Window | None = None
         self._forgotten: Window | None = None  # of which some ranks have launched more than others
         ending = DeviceEnding if deferred else HostEnding
@@ -94,7 +95,8 @@ class Engine:
     def begin_batch(self) -> None:
         """A batch begins. After the first window DDP is about to make other buckets in place of its gradients."""
         self.ending.finish()
-        if self.windows == 1 and self.record is not None:
+        if self._rebuilds and self.record is not None:
+            self._rebuilds = False
             self.record.drop_gradients()
 
     def begin_backward(self, epoch: int) -> None:
