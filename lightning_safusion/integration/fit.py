@@ -30,8 +30,9 @@ from lightning_safusion.integration.optimizer import needs_plain_ddp, suited
 from lightning_safusion.integration.options import ddp_options, refuse_python_reducer, training_options
 from lightning_safusion.integration.parameters import (
     describe_untrained,
-    frozen,
+    managed,
     members,
+    needing,
     replaced_parameters,
     same,
     share_parameters,
@@ -117,13 +118,8 @@ class Fit:
             # and after it is needed
             strategy.barrier("set-up begins")
             with during("set-up, when workers make a process group for their meetings"):
-                self.lockstep = Lockstep.of_all(
-                    strategy.root_device,
-                    strategy._timeout,
-                    lambda: more_batches(trainer),
-                    lambda: between_batches(trainer),
-                    lambda: validates(trainer),
-                )
+                asked = partial(more_batches, trainer), partial(between_batches, trainer), partial(validates, trainer)
+                self.lockstep = Lockstep.of_all(strategy.root_device, strategy._timeout, *asked)
             strategy.barrier("set-up goes on")
         team = None
         if (lockstep := self.lockstep) is not None:
@@ -241,7 +237,8 @@ class Fit:
             return
         # DDP knows the parameters of its making only
         module, late = self.ddp.module, dict(self._late(self.ddp.module))
-        replaced = replaced_parameters(module, self._wrapped, self.transport, self.epoch, late)
+        with needing(True, self._resting(module)):
+            replaced = replaced_parameters(module, self._wrapped, self.transport, self.epoch, late)
         if replaced is not None:
             self._wrap_again(replaced)
 
@@ -249,6 +246,13 @@ class Fit:
         """Parameters that no optimizer has, of modules made since the model was first wrapped: no concern of DDP."""
         left = untrained(model, self._strategy.optimizers)
         return [(name, param) for name, param in left if name not in self._present]
+
+    def _resting(self, module: nn.Module) -> list[nn.Parameter]:
+        """Frozen parameters that DDP goes on with, as unused ones: where parts take turns, a batch ends with some."""
+        if not self._strategy._ddp_kwargs.get("find_unused_parameters"):
+            return []
+        now = dict(managed(module))
+        return [param for name, param in self._wrapped if now.get(name) is param and not param.requires_grad]
 
     def _follow_optimizers(self) -> None:
         strategy = self._strategy
@@ -298,7 +302,7 @@ class Fit:
         strategy.model = module = ddp.module
         del engine, ddp
         gc.collect()  # the old reducer leaves its hooks on the parameters until it is destroyed
-        with frozen([param for _, param in self._late(module)]):
+        with needing(False, [param for _, param in self._late(module)]), needing(True, self._resting(module)):
             strategy.model = self.wrap(module)
             self.register()
         if self.engine is not None and state is not None:

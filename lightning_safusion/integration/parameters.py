@@ -85,15 +85,15 @@ def trained(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[st
 
 
 @contextmanager
-def frozen(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Has trainable parameters need no gradient meanwhile."""
+def needing(gradients: bool, params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Has frozen parameters need gradients meanwhile, or trainable ones none."""
     for param in params:
-        param.requires_grad_(False)
+        param.requires_grad_(gradients)
     try:
         yield
     finally:
         for param in params:
-            param.requires_grad_(True)
+            param.requires_grad_(not gradients)
 
 
 def describe_untrained(left: Sequence[tuple[str, nn.Parameter]], automatic: bool) -> str:

@@ -18,6 +18,7 @@ from tests.models import CompilesWrapped, TinyClassifier, classification, distan
 from tests.process_group import run_launched
 
 SPARSE: dict[str, Any] = {"density": 0.05, "collective": "allgather"}
+UNUSED: dict[str, Any] = {"find_unused_parameters": True}
 
 
 class Finetuned(LightningModule):
@@ -244,3 +245,43 @@ def test_what_was_made_after_the_model_was_wrapped_is_exchanged_if_an_optimizer_
 
     first, second = run_launched(2, run)
     assert equal(first, second)
+
+
+class TakesTurns(LightningModule):
+    """Two layers take turns. The first is frozen between two batches, as in many loops of GANs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.automatic_optimization = False
+        self.first, self.last = nn.Linear(32, 16), nn.Linear(16, 10)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == 1 and batch_idx == 1 and isinstance(self.trainer.strategy, SAFusionStrategy):
+            self.trainer.strategy._fit.go_plain("this test says so")
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for layer, other, optimizer in zip((self.first, self.last), (self.last, self.first), optimizers, strict=True):
+            layer.requires_grad_(True)
+            other.requires_grad_(False)
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(self.last(self.first(batch[0])), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in (self.first, self.last)]
+
+
+def test_layers_that_take_turns_are_exchanged_in_every_epoch_and_by_plain_ddp() -> None:
+    def run(rank: int) -> list[list[Tensor]]:
+        ended = []
+        for strategy in (SAFusionStrategy(density=1.0, collective="allgather", **UNUSED), DDPStrategy(**UNUSED)):
+            model = TakesTurns()
+            trainer(strategy, max_epochs=2, limit_train_batches=3).fit(model, classification())
+            ended.append(weights(model))
+        return ended
+
+    (ours, plain), (others, _) = run_launched(2, run)
+    assert equal(ours, others)
+    assert distance(ours, plain) <= 2e-6
