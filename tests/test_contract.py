@@ -55,6 +55,10 @@ SPOILED: list[tuple[Callable[[Tensor, Tensor], Any], str]] = [
     (lambda i, v: Selection(i, v, 0), "selected 0 elements"),
     (lambda i, v: Selection(i, v, len(i) + 1), "possible are"),
     (lambda i, v: (i, v), "must return a Selection"),
+    (
+        lambda i, v: Selection(i, v, len(i)),
+        r"; segment \d+ \(key \d+\) has a quota of \d+ and sent \d+",
+    ),
 ]
 
 

@@ -202,7 +202,8 @@ def check_selection(selection: Selection, segments: Segments, name: str) -> None
     if not isinstance(selection, Selection):
         raise TypeError(f"compressor {name!r} returned {type(selection).__name__}; select must return a Selection")
     indices, values = selection.indices, selection.values
-    if indices.dtype != torch.int64 or values.dtype != torch.float32 or indices.shape != values.shape:
+    right = indices.dtype == torch.int64 and values.dtype == torch.float32
+    if not right or indices.shape != values.shape or indices.dim() != 1:
         raise TypeError(
             f"compressor {name!r} returned indices {indices.dtype} {tuple(indices.shape)} and values {values.dtype} "
             f"{tuple(values.shape)}: indices must be int64, values float32, one for one"
@@ -217,6 +218,12 @@ def check_selection(selection: Selection, segments: Segments, name: str) -> None
             f"compressor {name!r} returned positions that are not ascending, unique and below {segments.numel}: sort "
             "them (indices = indices.sort().values) and take values at the sorted ones"
         )
+    counts, quotas = np.diff(np.searchsorted(valid.cpu().numpy(), segments.edges)), segments.quotas
+    many = (counts > quotas) & (segments.pool == 0)
+    for at in np.flatnonzero(many | (counts == 0) & (np.minimum(quotas, segments.sizes) > 0))[:1].tolist():
+        rule = "a segment sends at most its quota" if many[at] else "a segment with a quota sends at least one"
+        sent = f"segment {at} (key {segments.keys[at]!r}) has a quota of {quotas[at]} and sent {counts[at]}"
+        raise ValueError(f"compressor {name!r}: {rule}; {sent}")
 
 
 def span_segments(numel: int, quota: int, key: Hashable = 0) -> Segments:
