@@ -60,6 +60,11 @@ def tensor_quotas(layout: Layout, sparsifier: Sparsifier, density: float) -> Ten
         for spec in layout.specs
     ]
     quotas = np.array(counts, np.int64)
+    for at in np.flatnonzero(quotas < np.minimum(sizes, 1))[:1].tolist():
+        raise ValueError(
+            f"compressor {sparsifier.name!r} asks for room for {counts[at]!r} of the {sizes[at]} elements of "
+            f"{layout.specs[at].name} at density {density:g}: quota must return a whole number of 1 or more"
+        )
     return TensorQuotas(density, quotas, quotas >= sizes)
 
 

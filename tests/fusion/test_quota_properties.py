@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,24 @@ def test_a_quota_is_the_share_of_a_tensor_and_at_least_one_element(numel: int, d
     assert 1 <= quota <= numel
     assert quota == 1 or abs(quota - density * numel) < 1 + 1e-6
     assert element_quota(0, density) == 0
+
+
+class Asks(TopK):
+    """For so much room, whatever the tensor is."""
+
+    def __init__(self, room: Any) -> None:
+        self.room = room
+
+    def quota(self, numel: int, shape: tuple[int, ...], density: float) -> int:
+        room: int = self.room
+        return room
+
+
+@pytest.mark.parametrize("room", [0, -3, 0.4])
+def test_a_compressor_that_asks_for_no_room_is_told(room: Any) -> None:
+    told = f"compressor 'topk' asks for room for {room} of the 9 elements of t0 at density 0.1: quota must return"
+    with pytest.raises(ValueError, match=told):
+        tensor_quotas(Layout(tuple(specs([(9,)]))), Asks(room), 0.1)
 
 
 @given(model=quotas_of_models())
