@@ -200,7 +200,7 @@ class GradientSpace:
             segments = group_segments(layout, quotas, group, settings.scope, self._rule == "pooled")
         runs = _dense_runs(edges.tolist(), dense.tolist(), dtypes)
         spec = SpanSpec(int(edges[-1]), segments.capacity if segments else 0, tuple(edges.tolist()), runs)
-        exchange: Exchange
+        exchange: Any  # a collective of another package may build anything
         if group.collective == "allreduce":
             exchange = DenseAllReduce(spec, self.transport, self.device, group.half)
         elif group.collective == "stream":
@@ -209,6 +209,8 @@ class GradientSpace:
             dtype = dtypes[0] if len({*dtypes}) == 1 else torch.float32
             sparse = SparseBuffer(spec, self.device, settings.wire, dtype, segments)
             exchange = self.collective.build(sparse, self._communicators)
+            if not isinstance(exchange, Exchange):
+                raise TypeError(f"collective {settings.collective!r} has built {exchange!r}, which is no Exchange")
         if group in self._restored:
             exchange.load_state_dict(self._restored.pop(group))
         segments = exchange.segments or segments

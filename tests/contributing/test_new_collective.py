@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from lightning_safusion.comm.catalogue import COLLECTIVES, Collective, Communicators, SparseBuffer
 from lightning_safusion.comm.collectives.allgather import SparseAllGather
 from lightning_safusion.comm.exchange import Ability
-from tests.cluster import settings
+from tests.cluster import Cluster, settings
 from tests.contributing.jobs import exchanged
 
 
@@ -48,3 +49,30 @@ def test_it_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.exchange.ability.conserves
     with pytest.raises(ValueError, match="wire='q4' rounds so much"):
         settings(collective="reversed", wire="q4")
+
+
+class Forgets(SparseAllGather):
+    """What :meth:`start` has to wait for."""
+
+    def start(self) -> Any:
+        super().start()
+
+
+def forgets(buffer: SparseBuffer, over: Communicators) -> Forgets:
+    return Forgets(buffer.spec, over.main, buffer.device, buffer.codec)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda buffer, over: None, "collective 'odd' has built None, which is no Exchange"),
+        (forgets, r"Forgets.start must return what its transport returns, not None"),
+    ],
+    ids=["nothing", "no work"],
+)
+def test_a_mistake_is_named(monkeypatch: pytest.MonkeyPatch, build: Callable[..., Any], said: str) -> None:
+    monkeypatch.setitem(COLLECTIVES, "odd", Collective(SparseAllGather, build))
+    cluster = Cluster(1, lambda: settings(collective="odd"))
+    with pytest.raises((TypeError, RuntimeError), match=said):
+        cluster.step(cluster.random_grads(0))
+    cluster.close()
