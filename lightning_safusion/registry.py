@@ -67,7 +67,7 @@ class Registry(Generic[_T]):
         which = f"{self.kind} {entry.name!r} of {origin_of(entry)}"
         try:
             part = self._made(entry.load())
-        except Exception as error:  # whatever another package raises
+        except (Exception, SystemExit) as error:  # whatever another package raises
             raise RuntimeError(
                 f"{which} cannot be loaded: {type(error).__name__}: {error}. Mend or uninstall that package, or choose "
                 "another name."

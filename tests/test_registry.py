@@ -122,6 +122,12 @@ def test_a_broken_entry_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             KINDS[group](name)
 
 
+def test_an_entry_that_ends_the_process_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path, {"memories": {"ends": "ends:Part"}}, "raise SystemExit('no licence')", "ends")
+    with pytest.raises(RuntimeError, match=r"ends 1\.2 \(ends:Part\) cannot be loaded: SystemExit: no licence"):
+        resolve_memory("ends")
+
+
 @pytest.mark.parametrize("group", KINDS)
 def test_a_package_cannot_replace_a_part_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: str) -> None:
     own = {"compressors": "topk", "memories": "residual", "groupings": "aligned", "collectives": "auto"}
