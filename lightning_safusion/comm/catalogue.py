@@ -119,10 +119,5 @@ def shards_pay(world_size: int, gather: LinearCost | None, message: float) -> bo
 
 
 def find_collective(name: str) -> Collective:
-    """The row of a name.
-
-    Raises:
-        ValueError: If there is none; the message lists the names and suggests the closest.
-        RuntimeError: If an installed package's collective cannot be loaded.
-    """
+    """The row of a name; errors are those of :meth:`Registry.resolve`."""
     return _REGISTRY.resolve(name)

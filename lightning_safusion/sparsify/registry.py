@@ -28,9 +28,6 @@ def available_sparsifiers() -> list[str]:
 def resolve_sparsifier(spec: str | Sparsifier) -> Sparsifier:
     """Builds a sparsifier with its default arguments from its name; a sparsifier is returned as it is.
 
-    Raises:
-        ValueError: If the name is unknown.
-        TypeError: If ``spec`` is neither, or an installed package offers something that is not a sparsifier.
-        RuntimeError: If an installed package's sparsifier cannot be made.
+    Errors are those of :meth:`Registry.resolve`.
     """
     return _REGISTRY.resolve(spec)

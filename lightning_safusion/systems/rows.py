@@ -308,10 +308,7 @@ REGISTRY: Registry[EngineSystem | HookSystem] = Registry("system", EngineSystem 
 def resolve_system(name: str) -> EngineSystem | HookSystem:
     """The row called ``name``: of :data:`SYSTEMS`, or what an installed package adds under this name.
 
-    Raises:
-        ValueError: If there is none; the message lists the names.
-        TypeError: If an installed package offers something that is not a system.
-        RuntimeError: If an installed package's system cannot be loaded.
+    Errors are those of :meth:`Registry.resolve`.
     """
     row = REGISTRY.resolve(name)
     return row if row.name == name else replace(row, name=name)

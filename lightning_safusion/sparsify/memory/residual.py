@@ -195,9 +195,6 @@ def resolve_memory(spec: str | Memory) -> Memory:
     """Builds a memory from its name ("auto", "residual", "decoupled", "dgc", "ef21", "none", or one that an installed
     package adds); others are returned.
 
-    Raises:
-        ValueError: If the name is unknown.
-        TypeError: If ``spec`` is neither a name nor a memory.
-        RuntimeError: If an installed package's memory cannot be made.
+    Errors are those of :meth:`Registry.resolve`.
     """
     return _REGISTRY.resolve(spec)
