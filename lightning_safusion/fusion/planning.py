@@ -96,11 +96,13 @@ class Planner:
         return self._trials.trial is not None and not self._trials.agreed
 
     def plan(self, shape: JobShape) -> Plan:
-        """The plan of the next window."""
+        """The plan of the next window. A new one is compared by all ranks before they use it, as by :meth:`verify`."""
         if self.current is None:
             self.current = self._make(self.costs(shape))
             self._verified = False
             self._describe(self.current, shape)
+        if not self._verified:
+            self.verify(shape.device)
         return self.current
 
     def invalidate(self, order_changed: bool = False) -> None:
@@ -156,8 +158,6 @@ class Planner:
         Raises:
             RuntimeError: If ranks hold different plans.
         """
-        if not self._verified:
-            self.verify(shape.device)
         if events is not None:
             self._own.add(events)
         if self._search is not None:
@@ -249,13 +249,13 @@ class Planner:
         """Changes to this plan, the same on all ranks, until costs call for another. Collective; between windows."""
         self._trials.drop()
         self._change(plan, shape)
+        self.verify(shape.device)
 
     def _change(self, plan: Plan, shape: JobShape) -> None:
         self.current = plan
         self.replans += 1
         self._spans.restart()
         self._describe(plan, shape)
-        self.verify(shape.device)
 
     def _decide(
         self, action: Action, plan: Plan, shape: JobShape, rival: Plan | None = None, **numbers: float | None
@@ -264,6 +264,7 @@ class Planner:
         before = self.current or plan
         if plan != before:
             self._change(plan, shape)
+        self.verify(shape.device)  # whether or not it has changed here: it may have elsewhere
         known = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
         rivals = len((rival or before).groups)
         self.decisions.append(Decision(self._schedule.windows, action, len(plan.groups), rivals, **known))
