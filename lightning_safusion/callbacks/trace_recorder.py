@@ -78,7 +78,8 @@ class TraceRecorder(StrategyCallback):
                 "TraceRecorder records steps of one batch, got "
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}: record the job without accumulation."
             )
-        self.trace, self._step, self._batches = None, None, 0
+        self._release(strategy)  # of a fit that an error has ended
+        self.trace, self._batches = None, 0
         self._windows, self._marked = [], []
 
     @override

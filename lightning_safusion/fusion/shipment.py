@@ -169,8 +169,8 @@ class Shipment:
         try:
             with self.range("exchange"):
                 work = self.work = exchange.start()
-            if not work:  # of somebody's collective: messages would be read before they have come
-                raise TypeError(f"{type(exchange).__name__}.start must return what its transport returns, not {work}")
+            if work is None:  # of somebody's collective: messages would be read before they have come
+                raise TypeError(f"{type(exchange).__name__}.start must return what its transport returns, not None")
         except Exception as error:
             raise self._failed(error) from error
         self.issued = window.mark()

@@ -85,6 +85,30 @@ def test_a_recorded_trace_is_a_job_for_the_planner(tmp_path: Path, capsys: pytes
     assert "recorded: medians of 4 steps" in shown
 
 
+class FailsOnce(TinyClassifier):
+    """In its third batch."""
+
+    failed = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and not self.failed:
+            self.failed = True
+            raise ArithmeticError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_fit_after_one_that_failed_is_recorded() -> None:
+    def run(rank: int) -> int:
+        recorder, model = TraceRecorder(None, record_steps=1, skip_steps=2), FailsOnce()
+        job = trainer(SAFusionStrategy(collective="allgather"), callbacks=[recorder], max_steps=6)
+        with pytest.raises(ArithmeticError):
+            job.fit(model, classification())
+        job.fit(model, classification())
+        return len(recorder._windows) if recorder.trace is None else -1
+
+    assert run_launched(2, run) == [-1, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_recorded_steps_are_written_when_plain_ddp_takes_over(

@@ -12,7 +12,7 @@ from tests.e2e.processes import ROOT
 
 SCRIPT = ROOT / "examples" / "slurm" / "train.py"
 STEPS = 400  # long enough to be interrupted
-LIMIT = 150.0  # seconds for one training, which takes 10 on an idle machine
+LIMIT = 300.0  # seconds for one training, which takes 10 on an idle machine
 # Two workers are few enough for dense buffers to be cheaper: "allgather" makes residuals matter.
 OPTIONS = [
     *("--accelerator", "cpu", "--collective", "allgather", "--density", "0.05", "--deterministic"),
