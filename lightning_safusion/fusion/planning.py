@@ -96,13 +96,11 @@ class Planner:
         return self._trials.trial is not None and not self._trials.agreed
 
     def plan(self, shape: JobShape) -> Plan:
-        """The plan of the next window. A new one is compared by all ranks before they use it, as by :meth:`verify`."""
+        """The plan of the next window."""
         if self.current is None:
             self.current = self._make(self.costs(shape))
             self._verified = False
             self._describe(self.current, shape)
-        if not self._verified:
-            self.verify(shape.device)
         return self.current
 
     def invalidate(self, order_changed: bool = False) -> None:
@@ -158,6 +156,8 @@ class Planner:
         Raises:
             RuntimeError: If ranks hold different plans.
         """
+        if not self._verified:
+            self.verify(shape.device)
         if events is not None:
             self._own.add(events)
         if self._search is not None:
