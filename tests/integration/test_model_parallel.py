@@ -154,6 +154,7 @@ def test_an_interrupted_save_leaves_no_folder_that_passes_for_a_checkpoint(tmp_p
     assert run_ranks(4, job) == [(True, False)] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed", [True, False])
 def test_a_checkpoint_goes_to_other_meshes(distributed: bool, tmp_path: Path) -> None:
     """From two replicas of two shards to one of four, to two of one, to DDP, which goes on alike."""

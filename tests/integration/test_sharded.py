@@ -119,9 +119,9 @@ def pair(rank: int, parts: dict[str, Any], options: dict[str, Any], **step: Any)
 @pytest.mark.parametrize(
     ("parts", "options", "step"),
     [
-        ({"density": 1.0}, BF16, {"together": 3, "clip": True}),
+        pytest.param({"density": 1.0}, BF16, {"together": 3, "clip": True}, marks=pytest.mark.slow),
         (WHOLE, {}, {"together": 3, "clip": True}),
-        (WHOLE, BF16_WIDE, {}),
+        pytest.param(WHOLE, BF16_WIDE, {}, marks=pytest.mark.slow),
         (WHOLE, BF16, {"together": 3}),
     ],
     ids=["dense", "fp32", "reduced in fp32", "bf16"],
@@ -224,7 +224,7 @@ def held(handle: Attached) -> Tensor:
     return mean / dist.get_world_size(handle._model.group)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_residuals_go_to_other_meshes(distributed: bool, tmp_path: Path) -> None:
     """From two replicas of two shards to one of four, to two of one, to DDP: their mean stays what it was."""
 
