@@ -104,6 +104,11 @@ def test_decoupled_momentum_loses_what_was_sent() -> None:
     assert memory.accumulated(7, 20).tolist() == [0.0] * 13
 
 
+def test_positions_without_a_value_are_refused() -> None:
+    with pytest.raises((IndexError, RuntimeError), match="Number of indices"):
+        bound(ResidualMemory()).commit(0, torch.tensor([1, 2, 5]), torch.tensor([1.5, 2.0]))
+
+
 MEMORIES: dict[str, Callable[[], Memory]] = {
     "residual": ResidualMemory,
     "auto": AutoMemory,
