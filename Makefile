@@ -17,7 +17,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 # Minutes of processor time that the tests of a tier may take (tests/budget.py): about half more than they do.
-QUICK := 11
+QUICK := 13
 SLOW := 45
 PYTEST := $(BIN)/python -m pytest --durations=10
 

@@ -119,7 +119,11 @@ def on_a_network(monkeypatch: pytest.MonkeyPatch, sparse: LinearCost, dense: Lin
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("density", "steps", "accumulate"),
-    [(ConstantDensity(0.05), 30, 1), (0.4, 100, 1), pytest.param(ConstantDensity(0.05), 30, 3, marks=pytest.mark.slow)],
+    [
+        (ConstantDensity(0.05), 30, 1),
+        pytest.param(0.4, 100, 1, marks=pytest.mark.slow),
+        pytest.param(ConstantDensity(0.05), 30, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_plain_ddp_goes_on_where_every_buffer_is_dense_for_good(
     monkeypatch: pytest.MonkeyPatch, density: float | ConstantDensity, steps: int, accumulate: int

@@ -125,6 +125,7 @@ def test_it_is_the_training_of_plain_torch(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "overlap.json").read_text())["settings"]["replicate_size"] == "2"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     def job(rank: int) -> bool:
         path = tmp_path / "4.ckpt"
@@ -135,6 +136,7 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert run_ranks(4, job) == [True] * 4
 
 
+@pytest.mark.slow
 def test_an_interrupted_save_leaves_no_folder_that_passes_for_a_checkpoint(tmp_path: Path) -> None:
     """Lightning takes a folder for one if it has ``meta.pt``."""
 
@@ -196,6 +198,7 @@ def test_a_checkpoint_of_ddp_is_resumed_sharded(tmp_path: Path) -> None:
     assert run_ranks(2, job) == [True] * 2
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_inside() -> None:
     """Density 1 is DDP of as many replicas, also with clipping; at a low one all workers agree on what they share."""
 
@@ -250,6 +253,7 @@ class TakingTurns(WithOther):
         return [torch.optim.AdamW(model.parameters()) for model in (self.net, self.other)]
 
 
+@pytest.mark.slow
 def test_several_sharded_models() -> None:
     def job(rank: int) -> tuple[list[Tensor], list[int]]:
         model = TakingTurns()
@@ -264,6 +268,7 @@ def test_several_sharded_models() -> None:
     assert ends[0][1] == [4, 4]
 
 
+@pytest.mark.slow
 def test_fits_follow_each_other(tmp_path: Path) -> None:
     """One model in fits of several strategies, of which one averages in bf16; one may still be saved after its end."""
 

@@ -122,7 +122,7 @@ def pair(rank: int, parts: dict[str, Any], options: dict[str, Any], **step: Any)
         pytest.param({"density": 1.0}, BF16, {"together": 3, "clip": True}, marks=pytest.mark.slow),
         (WHOLE, {}, {"together": 3, "clip": True}),
         pytest.param(WHOLE, BF16_WIDE, {}, marks=pytest.mark.slow),
-        (WHOLE, BF16, {"together": 3}),
+        pytest.param(WHOLE, BF16, {"together": 3}, marks=pytest.mark.slow),
     ],
     ids=["dense", "fp32", "reduced in fp32", "bf16"],
 )
