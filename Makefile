@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Minutes of processor time that the tests of a tier may take (tests/budget.py): about half more than they do.
 QUICK := 13
-SLOW := 45
+SLOW := 50
 PYTEST := $(BIN)/python -m pytest --durations=10
 
 .PHONY: help demo test lint slow docs wheels clean
