@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 # starts (24 s instead of 9 on two slow cores), and tests start hundreds.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Minutes of processor time that the tests of a tier may take (tests/budget.py): about half more than they do.
+# Minutes of processor time that the tests of a tier may take (tests/budget.py): more than they do on a busy machine.
 QUICK := 13
 SLOW := 50
 PYTEST := $(BIN)/python -m pytest --durations=10
