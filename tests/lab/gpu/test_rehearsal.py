@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tarfile
 from pathlib import Path
@@ -70,10 +69,14 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Rest
 # The command, whose stages are forked from a process that has imported what most of them need: that takes ten seconds.
 FORKING = """
 import os, sys
+from pathlib import Path
 from subprocess import TimeoutExpired
 from types import SimpleNamespace
+from lab.gpu import command
+
+os.environ |= command._environment(Path(sys.argv[2]), True)  # before Triton is imported
 import lab.gpu.jobs
-from lab.gpu import command, stage
+from lab.gpu import stage
 
 class Forked:
     def __init__(self, command, stdout, **_):
@@ -103,8 +106,8 @@ def test_every_stage_finds_its_figures_without_a_device(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDING)
     output = tmp_path / "out"
     stages = ["--rehearse", "--stages", ",".join(STAGES)]
-    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TRITON_INTERPRET": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    run(sys.executable, "-c", FORKING, "--output", output, *stages, cwd=ROOT, timeout=1800, **variables)
+    command = [sys.executable, "-c", FORKING, "--output", output, *stages]
+    run(*command, cwd=ROOT, timeout=1800, PYTHONPATH=str(tmp_path))
     stages = json.loads((output / "gpu.json").read_text())["stages"]
     assert [stage["name"] for stage in stages] == list(STAGES) == list(FOUND)
     for stage in stages:
